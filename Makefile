@@ -1,0 +1,47 @@
+# Every target does its own set-up, in .venv, from pyproject.toml and constraints.txt. The first run on a machine
+# takes the time of the download; later ones cost nothing. PYTHON picks the interpreter (3.11 or newer); PIP_ARGS
+# goes to pip as it is, for example to name an index that holds CPU builds of torch.
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+BIN      := .venv/bin
+READY    := .venv/.ready
+
+.PHONY: help setup demo test check bench cases clean
+
+help:
+	@echo "make demo    a real training run: killed inside a save, resumed exactly, then on 1 and on 3 ranks"
+	@echo "make test    everything: make check, then the slow, multi-process and GPU tests"
+	@echo "make check   format, lint, types, architecture, fast tests (under 90 s)"
+	@echo "make bench   the benchmarks, against torch.save, DCP and others"
+	@echo "make cases   which of the numbered cases have a test, and which have not"
+	@echo "make clean   remove .venv and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "keepstep needs Python 3.11 or newer; set PYTHON=/path/to/python3.11 (found: $$($(PYTHON) --version))"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+check: $(READY)
+	scripts/check
+
+test: check
+	$(BIN)/python -m pytest -m "slow or ranks or gpu"
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py
+
+cases: $(READY)
+	$(BIN)/python scripts/cases
+
+clean:
+	rm -rf .venv .venv-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples benchmarks scripts -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,62 @@
+"""What every test shares: one hypothesis profile, fixed seeds, and a pool of ranks kept for the session."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+SEED = int(os.environ.get("KEEPSTEP_TEST_SEED", "0"))
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_report_header() -> str:
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+    return f"seed: {SEED} (KEEPSTEP_TEST_SEED), hypothesis profile: {profile} (HYPOTHESIS_PROFILE)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "rank_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """The same random numbers in every test, whatever ran before it. Import-free for tests without numpy and torch."""
+    random.seed(SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """``rank_pool(n)(fn, *args, timeout_s=60)``: results of ``fn(rank, *args)`` on n real ranks, kept warm."""
+    with RankPool() as pool:
+        yield pool
