@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -96,7 +97,7 @@ def leave_a_mess(rank, folder):
 def look_around(rank):
     import random
 
-    return os.getcwd(), "/nowhere" in sys.path, random.random()
+    return str(Path.cwd()), "/nowhere" in sys.path, random.random()
 
 
 def end_the_group(rank):
