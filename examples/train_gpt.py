@@ -19,6 +19,7 @@ import math
 import os
 import random
 import sysconfig
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,7 +184,8 @@ def join(parallel: str) -> Iterator[Ranks]:
         mesh = init_device_mesh(device.type, (world,))
         yield Ranks(rank, device, mesh, *((0, 1) if parallel == "tp" else (rank, world)))
     finally:
-        dist.barrier()
+        # A thread of gloo may still hold the last tensor; should Python end before it lets go, torch 2.13 aborts.
+        time.sleep(0.2)
         dist.destroy_process_group()
 
 
@@ -318,7 +320,7 @@ def main() -> None:
             if ranks.rank == 0:
                 print(f"starting at step {checkpoints.progress.step}", flush=True)
 
-            for step in range(checkpoints.progress.step, options.steps):
+            for step in range(checkpoints.progress.step, options.stop_after or options.steps):
                 ids = batches.sample_ids(step)
                 loss = training.step(ids)
                 if options.trace:
@@ -335,7 +337,8 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--run", type=Path, default=Path("runs/gpt"), help="where checkpoints go")
     add("--parallel", choices=("none", "ddp", "fsdp", "tp"), default="none")
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=200, help="how long the whole training is; the learning rate follows it")
+    add("--stop-after", type=int, help="end this process earlier, as a job's time limit would")
     add("--save-every", type=int, default=50)
     add("--log-every", type=int, default=10)
     add("--trace", type=Path, help="write step, samples, loss and a digest of all parameters, a line a step")
