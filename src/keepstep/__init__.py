@@ -1,0 +1,74 @@
+"""keepstep keeps the state of a training run: saved whole, brought back exactly, on any number of ranks.
+
+``save``, ``load`` and ``open`` are for people who own their loop; ``TrainState`` and ``Checkpointer`` do it for them.
+Names are imported when they are first used, so that the parts that need no torch do not import it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepstep.checkpointer import Checkpointer, Every, LoadReport, Saved, load, open, save
+    from keepstep.checkpointer.opened import Checkpoint
+    from keepstep.commit.retention import Keep
+    from keepstep.format.objects import register
+    from keepstep.state import TrainState, per_rank, sharded
+    from keepstep.storage.local import LocalStorage
+    from keepstep.storage.memory import MemoryStorage
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "Every",
+    "Keep",
+    "LoadReport",
+    "LocalStorage",
+    "MemoryStorage",
+    "Saved",
+    "TrainState",
+    "__version__",
+    "errors",
+    "load",
+    "open",
+    "per_rank",
+    "register",
+    "save",
+    "sharded",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "keepstep.checkpointer.opened",
+    "Checkpointer": "keepstep.checkpointer",
+    "Every": "keepstep.checkpointer",
+    "Keep": "keepstep.commit.retention",
+    "LoadReport": "keepstep.checkpointer",
+    "LocalStorage": "keepstep.storage.local",
+    "MemoryStorage": "keepstep.storage.memory",
+    "Saved": "keepstep.checkpointer",
+    "TrainState": "keepstep.state",
+    "load": "keepstep.checkpointer",
+    "open": "keepstep.checkpointer",
+    "per_rank": "keepstep.state",
+    "register": "keepstep.format.objects",
+    "save": "keepstep.checkpointer",
+    "sharded": "keepstep.state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on first use."""
+    if name == "errors":
+        return import_module("keepstep.errors")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

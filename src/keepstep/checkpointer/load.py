@@ -1,0 +1,242 @@
+"""One load, from a committed step into live objects, on any number of ranks.
+
+    manifest    decided once by the coordinator, the same bytes for everybody
+    bind        saved trees against the target: one error that lists every difference, before anything is changed
+    read        only the bytes this rank needs, every block proved
+    agree       all ranks read everything, or nobody gives anything back
+    finish      plain values, optimizer groups, random number streams, progress
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep.checkpointer.place import Place, storage_of
+from keepstep.checkpointer.rename import Rename, renamed_tree, renamer
+from keepstep.checkpointer.save import OWN_NAME, TREE_NAME
+from keepstep.commit.catalog import check_files, read_manifest
+from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
+from keepstep.format.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, pack_manifest, parse_manifest
+from keepstep.format.objects import ObjectNode, RankRef, decode
+from keepstep.move.reader import read_bytes, read_own, read_pieces
+from keepstep.plan.load_plan import find_pieces
+from keepstep.ranks import DEADLINE_S, Ranks
+from keepstep.state.restore import Binder, ComponentReport, Origin
+from keepstep.storage.base import Storage
+from keepstep.timeline import Timeline
+
+__all__ = ["LoadReport", "Options", "found_manifest", "load", "load_step", "read_trees"]
+
+SHOWN_HINTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. ``step`` is the step restored, 0 on a fresh run (``fresh`` is True then).
+
+    ``bytes_read`` and ``bytes_needed`` are of this rank: from storage, and of the tensors it asked for. ``components`` says
+    for each part what was restored, cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
+    """
+
+    step: int
+    url: str = ""
+    fresh: bool = False
+    saved_world: int = 1
+    world: int = 1
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    components: Mapping[str, ComponentReport] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A few lines for a log."""
+        if self.fresh:
+            return "fresh run: no step to restore"
+        lines = [f"restored step {self.step} from {self.url} (saved on {self.saved_world} ranks, now {self.world})"]
+        for name, part in self.components.items():
+            notes = [f"{part.restored} restored"] if not part.skipped else ["left out"]
+            for label in ("cast", "missing", "unexpected", "reset", "rederived"):
+                listed: list[str] = getattr(part, label)
+                if listed:
+                    notes.append(f"{len(listed)} {label} ({', '.join(listed[:3])}{', …' if len(listed) > 3 else ''})")
+            lines.append(f"  {name}: {', '.join(notes)}")
+        lines.extend(f"  skipped {text}" for text in self.skipped)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to load: which components, how strict, whether dtypes may be converted, and new names for old keys."""
+
+    only: tuple[str, ...] | None = None
+    strict: bool = True
+    cast: bool = False
+    rename: Rename | None = None
+
+
+def load(
+    path: Place,
+    into: Mapping[str, Any],
+    *,
+    only: Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    rename: Rename | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> LoadReport:
+    """Loads a committed step into the objects of a state, whatever layout it was saved in. Collective.
+
+    Args:
+        path: the folder of the step, or a Storage.
+        into: the target: a TrainState or a dict. Modules, optimizers and containers keep their identity.
+        only: the components to load; all others of the checkpoint and of the target are left alone.
+        strict: whether keys that one side lacks are an error. With False they are listed in the report.
+        cast: whether tensors may be converted to the target's dtype.
+        rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function.
+        deadline_s: how long to wait for other ranks, in seconds.
+
+    Raises:
+        StepNotFoundError: no step is committed there.
+        MismatchError: state and checkpoint differ; lists everything; nothing was changed.
+        CorruptError, FormatError, StorageError: the step is damaged or cannot be read. Tensors of the target may hold
+            part of it: load again before using them. Plain values were not changed.
+        RankFailedError, CommitTimeoutError: another rank failed or did not come.
+    """
+    ranks = Ranks.current()
+    options = Options(None if only is None else tuple(only), strict, cast, rename)
+    with ranks.phase("load", deadline_s) as phase:
+        storage = storage_of(path)
+        posted = phase.gather(storage.url.encode())
+        raw = b""
+        if posted is not None:
+            others = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted) if url != posted[0]]
+            if others:
+                raise MismatchError("ranks load from different places:", [f"rank 0: {posted[0].decode()}", *others])
+            raw = pack_manifest(found_manifest(storage))
+        raw = phase.broadcast(raw)
+    manifest = parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}")
+    return load_step(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
+
+
+def found_manifest(storage: Storage) -> Manifest:
+    """The manifest of a step whose files are all there.
+
+    Raises:
+        StepNotFoundError: nothing is committed there; says what is.
+    """
+    try:
+        manifest = read_manifest(storage)
+    except StorageError as err:
+        there = sum(1 for _ in storage.list(""))
+        found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
+        raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
+    check_files(storage, manifest)
+    return manifest
+
+
+def load_step(
+    ranks: Ranks,
+    storage: Storage,
+    manifest: Manifest,
+    into: Mapping[str, Any],
+    *,
+    options: Options,
+    deadline_s: float,
+) -> LoadReport:
+    """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
+    timeline = Timeline()
+    with ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
+        with timeline.span("plan"):
+            tree, own = read_trees(storage, manifest, ranks.rank)
+            origin = Origin(manifest.world_size, manifest.aliases, own)
+            binder = Binder.of(
+                into, origin, rank=ranks.rank, world=ranks.world, strict=options.strict, cast=options.cast
+            )
+            bind_all(binder, into, renamed_tree(tree, renamer(options.rename)), options)
+            if binder.mismatches:
+                raise MismatchError(
+                    f"step {manifest.step} in {storage.url} (saved on {manifest.world_size} ranks, now {ranks.world})"
+                    f" does not fit the target: {len(binder.mismatches)} differences",
+                    [*binder.mismatches, *_hints(binder)],
+                    "Nothing was changed.",
+                )
+        with timeline.span("read"):
+            pieces = find_pieces(manifest.structure, binder.wants, ranks.rank)
+            read = read_pieces(storage, manifest, pieces, wants=binder.wants, targets=binder.targets)
+            read += read_own(storage, manifest, STATE_FOLDER, rank=ranks.rank, targets=binder.own_targets)
+        with timeline.span("agree"):
+            answers = phase.gather(b"")
+            phase.broadcast(b"" if answers is not None else None)
+        with timeline.span("finish"):
+            binder.finish()
+    needed = sum(target.numel() * target.element_size() for target in binder.targets)
+    return LoadReport(
+        step=manifest.step,
+        url=storage.url,
+        saved_world=manifest.world_size,
+        world=ranks.world,
+        bytes_read=read,
+        bytes_needed=needed,
+        components=binder.reports,
+        seconds=timeline.seconds,
+    )
+
+
+def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shared tree of plain values, and the values that rank (or rank 0, for a rank that is new) had of its own."""
+    tree = decode(read_bytes(storage, manifest, STATE_FOLDER, rank=0, name=TREE_NAME))
+    source = rank if rank < manifest.world_size else 0
+    values = {}
+    if _has_own(tree):
+        values = decode(read_bytes(storage, manifest, STATE_FOLDER, rank=source, name=OWN_NAME))
+    if not isinstance(tree, dict) or not isinstance(values, dict):
+        raise CorruptError(f"{storage.url}: the plain values are not a mapping")
+    return tree, values
+
+
+def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], options: Options) -> None:
+    """Binds every component that is asked for, and notes those that one side lacks."""
+    unknown = sorted(set(options.only or ()) - set(tree))
+    if unknown:
+        raise UsageError(f"only={', '.join(unknown)}: the checkpoint has {', '.join(tree)}. Nothing was changed")
+    for name, node in tree.items():
+        if options.only is not None and name not in options.only:
+            binder.reports[name] = ComponentReport(skipped=True)
+        elif name in into:
+            binder.bind_component(into, name, node)
+        else:
+            binder.reports[name] = ComponentReport(unexpected=[name])
+            if options.strict:
+                binder.mismatches.append(f"{name}: in the checkpoint, not in the target (only=[...] leaves it out)")
+    for name in into:
+        if name not in tree and (options.only is None or name in options.only):
+            binder.reports[name] = ComponentReport(missing=[name])
+            if options.strict:
+                binder.mismatches.append(f"{name}: in the target, not in the checkpoint, which has {', '.join(tree)}")
+
+
+def _has_own(tree: Any) -> bool:
+    """Whether some value in the tree is each rank's own."""
+    if type(tree) is RankRef:
+        return True
+    if type(tree) is ObjectNode:
+        return _has_own(tree.tree)
+    if isinstance(tree, Mapping):
+        return any(_has_own(item) for item in tree.values())
+    return isinstance(tree, list | tuple) and any(_has_own(item) for item in tree)
+
+
+def _hints(binder: Binder) -> list[str]:
+    """For keys that are missing, the surplus keys that look most like them."""
+    surplus = [key for report in binder.reports.values() for key in report.unexpected]
+    hints = []
+    for report in binder.reports.values():
+        for key in report.missing[:SHOWN_HINTS]:
+            close = difflib.get_close_matches(key, surplus, n=1, cutoff=0.6)
+            if close:
+                hints.append(f"{key} may be {close[0]} under another name (rename= maps keys)")
+    return hints

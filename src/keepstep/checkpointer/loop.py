@@ -1,0 +1,387 @@
+"""The Checkpointer: a training loop's restore, step, save and close."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import secrets
+import time
+import warnings
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from keepstep.checkpointer.load import LoadReport, Options, found_manifest, load_step
+from keepstep.checkpointer.place import Place, storage_of
+from keepstep.checkpointer.save import Attempt, Saved, save_step
+from keepstep.commit.catalog import Catalog, Found, read_catalog, read_manifest, step_storage
+from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest
+from keepstep.commit.retention import Keep, remove_step, sweep_unfinished, to_remove
+from keepstep.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptError,
+    DamageWarning,
+    FormatError,
+    MismatchError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+)
+from keepstep.format.manifest import MANIFEST_NAME, Lineage, Manifest, Parent, pack_manifest, parse_manifest, step_name
+from keepstep.format.shardfile import digest
+from keepstep.format.structure import Structure
+from keepstep.move.arena import Arena
+from keepstep.ranks import DEADLINE_S, Ranks
+from keepstep.state.progress import Progress
+from keepstep.state.train_state import TrainState
+from keepstep.storage.base import Storage, read_blob
+
+__all__ = ["Checkpointer", "Every", "run_of"]
+
+_DAMAGE = ("corrupt", "format", "storage", "rank-failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """When a save is due: after this many steps, or this many seconds, whichever comes first."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses intervals that mean nothing.
+
+        Raises:
+            UsageError: an interval that is not positive, or none at all.
+        """
+        given = [value for value in (self.steps, self.seconds) if value is not None]
+        if not given or any(value <= 0 for value in given):
+            raise UsageError(f"{self}: give steps, seconds or both, each above zero")
+
+
+class _Start(msgspec.Struct):
+    """What the coordinator tells all ranks about this start of the job."""
+
+    run: str
+    incarnation: int
+
+
+class _Choice(msgspec.Struct):
+    """The step to restore: its manifest, or nothing on a fresh run. ``skipped`` says what was wrong with newer ones."""
+
+    manifest: bytes = b""
+    skipped: tuple[str, ...] = ()
+
+
+class Checkpointer:
+    """Keeps the steps of one run below one root. A context manager; every method is collective, on the training thread.
+
+    Args:
+        root: the run's folder, the same on every rank.
+        state: the TrainState whose objects are saved and restored.
+        every: when ``step`` saves by itself; None for only when ``save`` is called.
+        keep: which steps stay after a save.
+        overwrite: whether a run that did not restore may replace steps that are there already.
+        deadline_s: how long a rank waits for the others, in seconds.
+
+    Raises:
+        UsageError: ``state`` is not a TrainState, or the root is a file.
+        MismatchError: ranks were given different roots.
+    """
+
+    def __init__(
+        self,
+        root: Place,
+        state: TrainState,
+        *,
+        every: Every | None = None,
+        keep: Keep | None = None,
+        overwrite: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._ranks = Ranks.current()
+        self._deadline_s = deadline_s
+        self._every = every
+        self._keep = keep or Keep()
+        self._overwrite = overwrite
+        self._state = state
+        self._closed = False
+        with self._ranks.phase("start", deadline_s) as phase:
+            if not isinstance(state, TrainState):
+                raise UsageError(f"a Checkpointer keeps a TrainState, not a {type(state).__name__}: TrainState(**state)")
+            self._root = storage_of(root)
+            posted = phase.gather(self._root.url.encode())
+            answer = b"" if posted is None else msgspec.json.encode(self._begin(posted))
+            start = msgspec.json.decode(phase.broadcast(answer), type=_Start)
+        self._lineage = Lineage(start.run, start.incarnation)
+        self._arena = Arena()
+        self._known: tuple[str, Structure] | None = None
+        self._restored_from: Found | None = None
+        self._saved_step = -1
+        self._failed_step = -1
+        self._metrics: dict[str, float] = {}
+        self._due_s = time.monotonic()
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is: step, samples, tokens, epoch."""
+        return self._state.progress
+
+    def restore(
+        self,
+        *,
+        step: int | None = None,
+        on_damage: str = "fall_back",
+        allow_fresh: bool = False,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> LoadReport:
+        """Brings the newest good step back into the state's objects; on a truly fresh root does nothing.
+
+        Args:
+            step: this step and no other; None for the newest good one.
+            on_damage: ``"fall_back"`` skips damaged steps with a warning, all ranks together; ``"raise"`` stops.
+            allow_fresh: whether to start from zero although unfinished or damaged steps are there.
+            strict: whether keys that one side lacks are an error.
+            cast: whether tensors may be converted to the target's dtype.
+
+        Raises:
+            StepNotFoundError: that step is not there; or steps are there and none is good ("nothing usable" is never
+                "fresh start").
+            MismatchError: the step does not fit the state; lists everything; nothing was changed.
+            CorruptError: the step is damaged, with ``on_damage="raise"``.
+        """
+        self._check_open()
+        if on_damage not in ("fall_back", "raise"):
+            raise UsageError(f"on_damage={on_damage!r}; it is 'fall_back' or 'raise'")
+        options = Options(None, strict, cast, None)
+        skipped: tuple[str, ...] = ()
+        while True:
+            with self._ranks.phase("restore", self._deadline_s) as phase:
+                posted = phase.gather(msgspec.json.encode((step, on_damage, allow_fresh)))
+                answer = b""
+                if posted is not None:
+                    if len(set(posted)) > 1:
+                        raise MismatchError("ranks call restore with different arguments:", map(bytes.decode, posted))
+                    answer = msgspec.msgpack.encode(self._choose(step, on_damage, allow_fresh, skipped))
+                choice = msgspec.msgpack.decode(phase.broadcast(answer), type=_Choice)
+            skipped = choice.skipped
+            if not choice.manifest:
+                self._due_s = time.monotonic()
+                return LoadReport(0, self._root.url, True, world=self._ranks.world, skipped=skipped)
+            manifest = parse_manifest(choice.manifest, f"{step_name(_step_of(choice.manifest))}/{MANIFEST_NAME}")
+            try:
+                storage = step_storage(self._root, manifest.step)
+                report = load_step(
+                    self._ranks, storage, manifest, self._state, options=options, deadline_s=self._deadline_s
+                )
+            except CheckpointError as err:
+                if on_damage == "raise" or step is not None or err.code not in _DAMAGE:
+                    raise
+                # All ranks are here together: what made one of them fail was told to the others.
+                skipped = (*skipped, f"{step_name(manifest.step)}: {err}")
+                self._warn(skipped[-1])
+                continue
+            self._adopt(manifest)
+            return replace(report, skipped=skipped)
+
+    def step(self, *, samples: int = 0, tokens: int = 0, epoch: int | None = None, **metrics: Any) -> Saved | None:
+        """Marks a step boundary: everything now stands at one step. Saves when due, and returns what was saved.
+
+        Call it once after every optimizer step, on every rank.
+
+        Args:
+            samples: samples consumed by this step, over all ranks.
+            tokens: tokens consumed by this step, over all ranks.
+            epoch: the epoch the next step belongs to, when it changed.
+            metrics: numbers to store with the step, such as ``loss=loss``; ``Keep(best=...)`` looks at them.
+        """
+        self._check_open()
+        progress = self._state.progress
+        progress.step += 1
+        progress.samples += samples
+        progress.tokens += tokens
+        if epoch is not None:
+            progress.epoch = epoch
+        self._metrics = {name: float(value) for name, value in metrics.items()}
+        return self.save() if self._is_due() else None
+
+    def save(self) -> Saved:
+        """Saves now; the step is durable and committed on return, and old steps have gone by ``keep``.
+
+        Raises:
+            StepExistsError: the step is there and this run did not restore (see ``overwrite``).
+            See ``keepstep.save`` for the rest. Committed steps are untouched by a save that fails.
+        """
+        self._check_open()
+        step = self._state.progress.step
+        place = step_storage(self._root, step)
+        attempt = Attempt(step, self._lineage, self._metrics, self._may_replace(step), self._root)
+        previous, self._failed_step = self._failed_step, step
+        self._clean_up_after(previous)
+        saved, self._known = save_step(
+            self._ranks,
+            place,
+            self._state,
+            attempt,
+            arena=self._arena,
+            known=self._known,
+            deadline_s=self._deadline_s,
+        )
+        self._failed_step = -1
+        self._saved_step = step
+        self._due_s = time.monotonic()
+        if self._ranks.leads:
+            self._settle(place)
+        return saved
+
+    def close(self) -> None:
+        """Frees what the Checkpointer holds. Idempotent; saves nothing."""
+        if not self._closed:
+            self._closed = True
+            self._arena.close()
+
+    def __enter__(self) -> Self:
+        """The Checkpointer itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes it."""
+        self.close()
+
+    def _begin(self, posted: list[bytes]) -> _Start:
+        """The coordinator's part of a start: one root, one run, one incarnation."""
+        if len(set(posted)) > 1:
+            lines = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted)]
+            raise MismatchError("ranks were given different roots; nothing was written:", lines)
+        run = run_of(self._root)
+        if run is None:
+            fresh = {"run": secrets.token_hex(8), "created": time.time(), "format": 1}
+            self._root.put_new(RUN_NAME, msgspec.json.encode(fresh) + b"\n")
+            run = run_of(self._root) or fresh["run"]
+        note = {"host": platform.node(), "world_size": self._ranks.world, "started": time.time()}
+        return _Start(str(run), new_incarnation(self._root, msgspec.json.encode(note) + b"\n"))
+
+    def _choose(self, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...]) -> _Choice:
+        """The coordinator's decision, told to all: the newest step that is not known to be damaged."""
+        catalog = read_catalog(self._root)
+        if step is not None and step not in {found.step for found in catalog.steps}:
+            raise StepNotFoundError(f"{self._root.url} has no committed step {step}; {_inventory(catalog)}")
+        bad = {text.partition(":")[0] for text in skipped}
+        for found in catalog.steps:
+            name = step_name(found.step)
+            if name in bad or (step is not None and found.step != step):
+                continue
+            try:
+                if found.damage:
+                    raise CorruptError(found.damage)
+                manifest = found_manifest(step_storage(self._root, found.step))
+                return _Choice(pack_manifest(manifest), skipped)
+            except (CorruptError, FormatError, StorageError, StepNotFoundError) as err:
+                if on_damage == "raise" or step is not None:
+                    raise
+                skipped = (*skipped, f"{name}: {err}")
+                self._warn(skipped[-1])
+        if (catalog.steps or catalog.unfinished) and not allow_fresh:
+            raise StepNotFoundError(
+                f"{self._root.url} holds no step that can be restored: {_inventory(catalog)}"
+                + "".join(f"\n  - {text}" for text in skipped)
+                + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
+            )
+        sweep_unfinished(self._root, catalog)
+        return _Choice(skipped=skipped)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Goes on with the run of the restored step: its lineage, its plan, its place in the order."""
+        lineage = manifest.lineage
+        self._restored_from = Found(manifest.step, lineage.run, lineage.incarnation)
+        parent = Parent(lineage.run, lineage.incarnation, manifest.step)
+        self._lineage = Lineage(lineage.run, self._lineage.incarnation, parent)
+        if manifest.world_size == self._ranks.world:
+            self._known = (manifest.fingerprint, manifest.structure)
+        self._saved_step = manifest.step
+        self._due_s = time.monotonic()
+        if self._ranks.leads:
+            # The new incarnation fences older ones, so what they left unfinished can go.
+            sweep_unfinished(self._root, read_catalog(self._root))
+
+    def _may_replace(self, step: int) -> bool:
+        """Whether a committed step of this number may be replaced: one that this run has left behind by a rollback."""
+        if self._overwrite or self._saved_step == step:
+            return self._overwrite or self._restored_from is None or self._restored_from.step != step
+        restored = self._restored_from
+        return restored is not None and step > restored.step
+
+    def _is_due(self) -> bool:
+        if self._every is None:
+            return False
+        if self._every.steps is not None and self._state.progress.step % self._every.steps == 0:
+            return True
+        if self._every.seconds is None:
+            return False
+        with self._ranks.phase("due", self._deadline_s) as phase:
+            # Clocks differ between ranks: one of them decides.
+            posted = phase.gather(b"")
+            mine = b"1" if time.monotonic() - self._due_s >= self._every.seconds else b"0"
+            return phase.broadcast(mine if posted is not None else None) == b"1"
+
+    def _settle(self, place: Storage) -> None:
+        """After a commit: move the hint, then let old steps go. Failing here loses nothing, so it only warns."""
+        try:
+            raw = read_blob(place, MANIFEST_NAME, 1 << 30)
+            point_latest(self._root, parse_manifest(raw, MANIFEST_NAME), f"{digest(raw):016x}")
+            protect = {self._restored_from.step} if self._restored_from else set()
+            catalog = read_catalog(self._root)
+            for step in to_remove(catalog, self._keep, run=self._lineage.run, protect=protect):
+                remove_step(self._root, step)
+        except StorageError as err:
+            warnings.warn(f"the step is committed, but tidying up after it failed: {err}", stacklevel=3)
+
+    def _clean_up_after(self, step: int) -> None:
+        """Removes what a save that failed has left, unless it turned out to be committed after all."""
+        if step < 0 or not self._ranks.leads:
+            return
+        try:
+            read_manifest(step_storage(self._root, step))
+        except StorageError as err:
+            if err.errno == errno.ENOENT:
+                sweep_unfinished(self._root, Catalog((), (step_name(step),)))
+        except CheckpointError:
+            return
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.leads:
+            warnings.warn(f"a damaged step was skipped: {text}", DamageWarning, stacklevel=3)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the Checkpointer of {self._root.url} was closed")
+
+
+def run_of(root: Storage) -> str | None:
+    """The run id of a root, or None when it has none yet."""
+    try:
+        fields = msgspec.json.decode(read_blob(root, RUN_NAME, 1 << 16), type=dict[str, Any])
+    except StorageError as err:
+        if err.errno == errno.ENOENT:
+            return None
+        raise
+    except msgspec.MsgspecError as err:
+        raise CorruptError(f"{root.url}/{RUN_NAME} is not valid: {err}") from err
+    return str(fields.get("run", ""))
+
+
+def _inventory(catalog: Catalog) -> str:
+    """What is there, in one line."""
+    steps = ", ".join(str(found.step) for found in catalog.steps[:10]) or "none"
+    unfinished = ", ".join(catalog.unfinished[:10])
+    return f"committed steps: {steps}" + (f"; never committed: {unfinished}" if unfinished else "")
+
+
+def _step_of(raw: bytes) -> int:
+    return int(msgspec.json.decode(raw, type=dict[str, Any]).get("step", 0))
+
+

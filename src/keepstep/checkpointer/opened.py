@@ -1,0 +1,146 @@
+"""A committed step opened for looking: one process, nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from keepstep.checkpointer.load import found_manifest, read_trees
+from keepstep.checkpointer.place import Place, storage_of
+from keepstep.errors import ClosedError, StepNotFoundError
+from keepstep.format.box import whole
+from keepstep.format.manifest import Manifest
+from keepstep.move.reader import read_pieces
+from keepstep.plan.load_plan import Want, find_pieces
+from keepstep.state.restore import materialise
+from keepstep.state.shard import torch_dtype
+
+__all__ = ["Checkpoint", "open"]
+
+
+def open(path: Place) -> Checkpoint:  # noqa: A001  ks.open reads like the builtin on purpose
+    """Opens a committed step for reading in this process. Not collective; reads the manifest only.
+
+    Raises:
+        StepNotFoundError: no step is committed there.
+        CorruptError, FormatError: the manifest is damaged or newer than this keepstep, or files are missing.
+    """
+    return Checkpoint(path)
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """Tensors by key, whole and on the host, each read and proved when it is asked for.
+
+    Files are opened for each read: a step that is replaced or removed meanwhile raises, and never returns wrong bytes.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self._storage = storage_of(path)
+        self.manifest: Manifest = found_manifest(self._storage)
+        self._structure = self.manifest.structure
+        self._specs = {spec.key: spec for spec in self.manifest.tensors}
+        self._closed = False
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """The whole tensor of that key, from all the pieces it was saved in.
+
+        Raises:
+            StepNotFoundError: there is no such key; KeyError is not raised, the message lists close ones.
+            CorruptError: its bytes are not what was written.
+        """
+        self._check_open()
+        stored = self.manifest.aliases.get(key, key)
+        spec = self._specs.get(stored)
+        if spec is None:
+            near = [known for known in self if known.rpartition("/")[2] == key.rpartition("/")[2]][:5]
+            raise NoSuchKeyError(f"no tensor {key!r} in {self._storage.url}; {len(self)} keys, near it: {near}")
+        shape = self._structure.layouts[spec.layout].shape
+        target = torch.empty(shape, dtype=torch_dtype(spec.dtype))
+        want = Want(stored, whole(shape))
+        pieces = find_pieces(self._structure, [want], -1)
+        read_pieces(self._storage, self.manifest, pieces, wants=[want], targets=[target])
+        return target
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys of all tensors, tied ones included."""
+        yield from self._specs
+        yield from self.manifest.aliases
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return len(self._specs) + len(self.manifest.aliases)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is a tensor of that key; reads nothing."""
+        return key in self._specs or key in self.manifest.aliases
+
+    def keys(self) -> KeysView[str]:
+        """Keys of all tensors."""
+        return KeysView(self)
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.manifest.step
+
+    def values_of(self, component: str) -> Any:
+        """The saved tree of a component: its plain values, with tensors read where they stand.
+
+        Raises:
+            StepNotFoundError: there is no such component.
+        """
+        self._check_open()
+        tree, _ = read_trees(self._storage, self.manifest, 0)
+        if component not in tree:
+            raise StepNotFoundError(f"no component {component!r} in {self._storage.url}; it has {', '.join(tree)}")
+        return materialise(tree[component], self)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain facts: step, lineage, world, versions, components with counts and bytes. For people and for JSON."""
+        manifest = self.manifest
+        return {
+            "url": self._storage.url,
+            "step": manifest.step,
+            "created": manifest.created,
+            "run": manifest.lineage.run,
+            "incarnation": manifest.lineage.incarnation,
+            "world_size": manifest.world_size,
+            "format": ".".join(map(str, manifest.format)),
+            "versions": {name: getattr(manifest.versions, name) for name in manifest.versions.__struct_fields__},
+            "metrics": dict(manifest.metrics),
+            "tensors": len(manifest.tensors),
+            "layouts": len(manifest.layouts),
+            "files": sum(len(records) for records in manifest.files.values()),
+            "bytes": manifest.total_bytes,
+            "components": {
+                name: {field: getattr(part, field) for field in part.__struct_fields__}
+                for name, part in manifest.components.items()
+            },
+        }
+
+    def close(self) -> None:
+        """Ends the use of this object. Idempotent."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        """The checkpoint itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes it."""
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._storage.url} was closed")
+
+
+class NoSuchKeyError(StepNotFoundError, KeyError):
+    """No tensor of that key; also a KeyError, as a mapping's users expect."""
+
+    __str__ = StepNotFoundError.__str__
+
+

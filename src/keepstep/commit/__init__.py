@@ -1,0 +1,1 @@
+"""When a step exists, which steps exist, and which may go. No torch."""

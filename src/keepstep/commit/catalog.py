@@ -1,0 +1,124 @@
+"""Which steps exist below a root. A step exists when its manifest is in place; names and pointers prove nothing.
+
+Newest is by (incarnation, step), not by step: after a rollback the new line of steps is the newer one, although its
+numbers are smaller.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from keepstep.errors import CheckpointError, CorruptError, StorageError
+from keepstep.format.manifest import (
+    HEAD_BYTES,
+    MANIFEST_NAME,
+    Head,
+    Manifest,
+    parse_head,
+    parse_manifest,
+    parse_step_name,
+    step_name,
+)
+from keepstep.storage.base import Storage, Subfolder, read_blob
+
+__all__ = ["Catalog", "Found", "check_files", "read_catalog", "read_manifest", "step_storage"]
+
+MAX_MANIFEST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A committed step, as its manifest's head tells. ``damage`` is set when not even the head can be read."""
+
+    step: int
+    run: str = ""
+    incarnation: int = 0
+    save_id: str = ""
+    created: str = ""
+    metrics: dict[str, float] | None = None
+    damage: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What newer means."""
+        return self.incarnation, self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Committed steps, newest first, and folders that look like steps but were never committed."""
+
+    steps: tuple[Found, ...]
+    unfinished: tuple[str, ...]
+
+
+def step_storage(root: Storage, step: int) -> Storage:
+    """The storage of one step below a root."""
+    return Subfolder(root, step_name(step))
+
+
+def read_catalog(root: Storage) -> Catalog:
+    """Looks at every folder that has exactly a step's name. One short read a step; nothing is changed."""
+    steps = []
+    unfinished = []
+    for name in sorted(root.folders()):
+        step = parse_step_name(name)
+        if step is None:
+            continue
+        try:
+            head = _read_head(step_storage(root, step), f"{root.url}/{name}")
+        except CheckpointError as err:
+            steps.append(Found(step, damage=str(err)))
+            continue
+        if head is None:
+            unfinished.append(name)
+        elif head.step != step:
+            steps.append(Found(step, damage=f"{name} holds the manifest of step {head.step}"))
+        else:
+            lineage = head.lineage
+            steps.append(Found(step, lineage.run, lineage.incarnation, head.save_id, head.created, dict(head.metrics)))
+    return Catalog(tuple(sorted(steps, key=lambda found: found.order, reverse=True)), tuple(unfinished))
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """The manifest of one step.
+
+    Raises:
+        StorageError: it cannot be read; errno ENOENT when there is none.
+        CorruptError, FormatError: see ``parse_manifest``.
+    """
+    return parse_manifest(read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES), f"{storage.url}/{MANIFEST_NAME}")
+
+
+def check_files(storage: Storage, manifest: Manifest) -> None:
+    """Proves that every file the manifest names is there in its full size. Reads no contents.
+
+    Raises:
+        CorruptError: lists every file that is missing or has another size.
+    """
+    there = dict(storage.list(""))
+    problems = []
+    for folder, records in manifest.files.items():
+        for record in records:
+            name = manifest.file_name(folder, record.rank)
+            size = there.get(name)
+            if size is None:
+                problems.append(f"{name} is missing")
+            elif size != record.size_bytes:
+                problems.append(f"{name} has {size:,} bytes; {record.size_bytes:,} were written")
+    if problems:
+        raise CorruptError(f"{storage.url}: step {manifest.step} is damaged: " + "; ".join(problems[:8]))
+
+
+def _read_head(storage: Storage, name: str) -> Head | None:
+    try:
+        with storage.open(MANIFEST_NAME) as blob:
+            raw = bytearray(min(HEAD_BYTES, blob.size_bytes))
+            if raw:
+                blob.read_into(0, memoryview(raw))
+    except StorageError as err:
+        if err.errno == errno.ENOENT:
+            return None
+        raise
+    return parse_head(bytes(raw), f"{name}/{MANIFEST_NAME}")

@@ -1,0 +1,106 @@
+"""The one place where a step comes into existence.
+
+Everything a step consists of is durable before ``publish`` is called. Putting the manifest in place is the commit; the
+hint ``latest`` moves after it, and old steps go after that.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.errors import CorruptError, StepExistsError, UsageError
+from keepstep.format.manifest import (
+    MANIFEST_NAME,
+    STATE_FOLDER,
+    FileRecord,
+    Manifest,
+    Receipt,
+    pack_manifest,
+    step_name,
+)
+from keepstep.format.shardfile import digest
+from keepstep.plan.save_plan import expected_bytes
+from keepstep.storage.base import Storage
+
+__all__ = [
+    "INCARNATIONS",
+    "LATEST_NAME",
+    "RUN_NAME",
+    "collect_receipts",
+    "new_incarnation",
+    "newest_incarnation",
+    "point_latest",
+    "publish",
+]
+
+LATEST_NAME = "latest"
+RUN_NAME = "run.json"
+INCARNATIONS = "incarnations"
+
+
+def collect_receipts(receipts: list[Receipt], manifest: Manifest) -> Manifest:
+    """The manifest with its files, once the receipts are proved to cover every byte of the plan.
+
+    Raises:
+        CorruptError: a rank wrote fewer or more bytes than the plan gave it, or belongs to another attempt.
+    """
+    problems = [f"rank {r.rank} wrote for attempt {r.save_id}" for r in receipts if r.save_id != manifest.save_id]
+    files: dict[str, list[FileRecord]] = {spec.folder: [] for spec in manifest.tensors}
+    for receipt in receipts:
+        for folder, record in receipt.files.items():
+            files.setdefault(folder, []).append(record)
+    for folder, expected in expected_bytes(manifest.structure, manifest.world_size).items():
+        written = {record.rank: record.data_bytes for record in files[folder]}
+        for rank, wanted in enumerate(expected.tolist()):
+            got = written.get(rank, 0)
+            if got < wanted or (got > wanted and folder != STATE_FOLDER):
+                problems.append(f"rank {rank} wrote {got:,} bytes of {folder!r}; the plan has {wanted:,}")
+    if problems:
+        raise CorruptError(f"step {manifest.step} was not committed: " + "; ".join(problems[:8]))
+    return msgspec.structs.replace(manifest, files={folder: tuple(records) for folder, records in files.items()})
+
+
+def publish(storage: Storage, manifest: Manifest, *, replace: bool) -> str:
+    """Makes the step exist: durable and visible to every reader on return. Returns the manifest's digest.
+
+    Args:
+        storage: the step's own storage. All files the manifest names are durable there already.
+        manifest: complete, with files.
+        replace: whether a committed manifest may be replaced. Readers then see the old step or the new one, whole.
+
+    Raises:
+        StepExistsError: a manifest is in place and ``replace`` is False; it is untouched.
+    """
+    data = pack_manifest(manifest)
+    if replace:
+        storage.put(MANIFEST_NAME, data)
+    elif not storage.put_new(MANIFEST_NAME, data):
+        raise StepExistsError(f"{storage.url} is already committed; it was left as it is")
+    return f"{digest(data):016x}"
+
+
+def point_latest(storage: Storage, manifest: Manifest, manifest_digest: str) -> None:
+    """Moves the hint to this step. Readers trust manifests; this is for people and scripts."""
+    hint = {
+        "step": manifest.step,
+        "incarnation": manifest.lineage.incarnation,
+        "path": step_name(manifest.step),
+        "manifest": manifest_digest,
+    }
+    storage.put(LATEST_NAME, msgspec.json.format(msgspec.json.encode(hint)) + b"\n")
+
+
+def newest_incarnation(storage: Storage) -> int:
+    """The highest incarnation that has started below this root; 0 when none has."""
+    return max(
+        (int(name.rpartition("/")[2]) for name, _ in storage.list(INCARNATIONS) if name[-6:].isdigit()), default=0
+    )
+
+
+def new_incarnation(storage: Storage, note: bytes) -> int:
+    """Takes the next incarnation for this start of the job; of several starts at once each gets its own."""
+    number = newest_incarnation(storage) + 1
+    for number in range(number, number + 1000):
+        if storage.put_new(f"{INCARNATIONS}/{number:06d}", note):
+            return number
+    raise UsageError(f"{storage.url}: could not take an incarnation; are a thousand jobs starting in one folder?")

@@ -1,0 +1,81 @@
+"""Which steps may go, and how they go. Runs in one process, after a commit, on committed steps of one run only."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from keepstep.commit.catalog import Catalog, step_storage
+from keepstep.errors import UsageError
+from keepstep.format.manifest import MANIFEST_NAME
+from keepstep.storage.base import Storage
+
+__all__ = ["Keep", "remove_step", "sweep_step", "sweep_unfinished", "to_remove"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What to keep: a step stays when any of the rules wants it.
+
+    Args:
+        last: the newest this many.
+        every: every step whose number is a multiple of this; None for no such rule.
+        best: this many with the best ``metric`` (as given to ``step``).
+        metric: which metric ``best`` looks at.
+        mode: ``"min"`` or ``"max"``.
+    """
+
+    last: int | None = 3
+    every: int | None = None
+    best: int = 0
+    metric: str = "loss"
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        """Refuses rules that mean nothing.
+
+        Raises:
+            UsageError: a count below one, or an unknown mode.
+        """
+        counts = {"last": self.last, "every": self.every}
+        bad = [f"{name}={count}" for name, count in counts.items() if count is not None and count < 1]
+        if bad or self.best < 0 or self.mode not in ("min", "max"):
+            raise UsageError(f"Keep: {', '.join(bad) or f'best={self.best}, mode={self.mode!r}'} means nothing")
+
+
+def to_remove(catalog: Catalog, keep: Keep, *, run: str, protect: AbstractSet[int]) -> list[int]:
+    """The steps that no rule wants, oldest first. Pure.
+
+    Never among them: the newest step, steps of another run, damaged ones (somebody should look), and ``protect`` (the
+    step this run was restored from).
+    """
+    mine = [found for found in catalog.steps if found.run == run and not found.damage]
+    if keep.last is None:
+        return []
+    wanted = {found.step for found in mine[: max(1, keep.last)]} | set(protect)
+    if keep.every:
+        wanted |= {found.step for found in mine if found.step % keep.every == 0}
+    rated = [(found, (found.metrics or {}).get(keep.metric)) for found in mine]
+    ranked = sorted(
+        (value if keep.mode == "min" else -value, -f.step, f.step) for f, value in rated if value is not None
+    )
+    wanted |= {step for _, _, step in ranked[: keep.best]}
+    return [found.step for found in reversed(mine) if found.step not in wanted]
+
+
+def remove_step(root: Storage, step: int) -> None:
+    """Removes a step: first its manifest, so that at no instant a step exists whose data is partly gone."""
+    storage = step_storage(root, step)
+    storage.delete([MANIFEST_NAME])
+    storage.delete([name for name, _ in storage.list("")])
+
+
+def sweep_step(storage: Storage, save_id: str) -> None:
+    """Removes from a committed step's folder what other attempts left there."""
+    storage.delete([name for name, _ in storage.list("") if name != MANIFEST_NAME and f".{save_id}." not in name])
+
+
+def sweep_unfinished(root: Storage, catalog: Catalog) -> None:
+    """Removes folders of attempts that were never committed. Call only after taking a new incarnation, which fences them."""
+    for name in catalog.unfinished:
+        root.delete([blob for blob, _ in root.list(name)])

@@ -1,0 +1,304 @@
+"""The manifest: the JSON record that makes a step exist, and the names of everything in a run's folder.
+
+A manifest is one JSON object, readable with jq. ``digest`` is the xxh3-64 of the object without that field, so a manifest
+vouches for itself; ``files`` holds a digest of each shard file's header, and each header holds the digests of the data.
+Layouts are stored once and shared by tensors: the size grows with tensors + ranks, not with tensors x ranks.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from keepstep.errors import CorruptError, FormatError
+from keepstep.format.dtypes import ITEM_BYTES
+from keepstep.format.layout import Layout, Mesh
+from keepstep.format.shardfile import digest
+from keepstep.format.structure import Structure, TensorSpec
+
+__all__ = [
+    "FORMAT_MAJOR",
+    "FORMAT_MINOR",
+    "MANIFEST_NAME",
+    "STATE_FOLDER",
+    "HEAD_BYTES",
+    "Component",
+    "FileRecord",
+    "Head",
+    "Lineage",
+    "Manifest",
+    "Parent",
+    "Receipt",
+    "Versions",
+    "file_name",
+    "pack_manifest",
+    "parse_head",
+    "parse_manifest",
+    "parse_step_name",
+    "safe_folder",
+    "step_name",
+]
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+MANIFEST_NAME = ".metadata"
+STATE_FOLDER = "state"
+MAX_WORLD = 1 << 20
+MAX_DIMENSIONS = 64
+_STEP = re.compile(r"step-(\d{8,18})")
+_FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+_SAVE_ID = re.compile(r"[0-9a-f]{8,32}")
+
+
+class FileRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One durable shard file: total size, bytes of tensor data, and the digest of its header."""
+
+    rank: int
+    size_bytes: int
+    data_bytes: int
+    header_digest: str
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a rank reports when its files are durable: the file records by folder, and what it saw of shared values."""
+
+    rank: int
+    save_id: str
+    files: dict[str, FileRecord]
+    replica_digests: dict[str, str] = {}
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """The step a run was restored from. ``run`` differs from the run's own when it came from another root."""
+
+    run: str
+    incarnation: int
+    step: int
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """Which run wrote the step, in which start of the job, and from which step that start came."""
+
+    run: str
+    incarnation: int = 0
+    parent: Parent | None = None
+
+
+class Component(msgspec.Struct, frozen=True):
+    """A top-level part of the state: its kind, the type it had, how many tensors and bytes, and their folder."""
+
+    kind: str
+    type: str
+    tensors: int
+    bytes: int
+    folder: str
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What wrote the step. ``cpu`` is the vector class of the processor; ``code`` the user's code revision, if known."""
+
+    keepstep: str
+    torch: str
+    python: str
+    cpu: str = ""
+    code: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module's text. ``tensors`` is in the order of the state; ``aliases`` maps a tied key to where it is stored.
+
+    The fields down to ``metrics`` are the head: they come first in the file and say which step this is.
+    """
+
+    format: tuple[int, int]
+    step: int
+    save_id: str
+    created: str
+    lineage: Lineage
+    metrics: dict[str, float] = {}
+    world_size: int
+    versions: Versions
+    fingerprint: str = ""
+    components: dict[str, Component]
+    aliases: dict[str, str] = {}
+    meshes: tuple[Mesh, ...]
+    layouts: tuple[Layout, ...]
+    tensors: tuple[TensorSpec, ...]
+    files: dict[str, tuple[FileRecord, ...]]
+
+    @property
+    def structure(self) -> Structure:
+        """The stored structure: every element held by exactly one rank."""
+        return Structure(self.meshes, self.layouts, self.tensors)
+
+    def file_name(self, folder: str, rank: int) -> str:
+        """The name of a shard file below the step's folder."""
+        return file_name(folder, rank, self.save_id)
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the sizes of all shard files."""
+        return sum(record.size_bytes for records in self.files.values() for record in records)
+
+
+_FIELDS = Manifest.__struct_fields__
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The first fields of a manifest: enough to know which step it is, without proof that the rest is good."""
+
+    format: tuple[int, int]
+    step: int
+    save_id: str
+    created: str
+    lineage: Lineage
+    metrics: dict[str, float] = {}
+
+
+class _Version(msgspec.Struct):
+    format: tuple[int, int]
+
+
+HEAD_BYTES = 1 << 14
+_HEAD_END = b',\n"world_size": '
+
+
+def step_name(step: int) -> str:
+    """The folder of a step below its root: ``step-00001200``."""
+    return f"step-{step:08d}"
+
+
+def parse_step_name(name: str) -> int | None:
+    """The step of a folder name, or None for anything that is not exactly a step's folder."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == step_name(int(match[1])) else None
+
+
+def file_name(folder: str, rank: int, save_id: str) -> str:
+    """``<folder>/rank-<r>.<save id>.safetensors``, relative to the step."""
+    return f"{folder}/rank-{rank:05d}.{save_id}.safetensors"
+
+
+def safe_folder(name: str) -> bool:
+    """Whether a component's name may be the name of a folder."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON, one top-level field a line, with its digest as the last field."""
+    lines = [b'"%s": %s' % (name.encode(), msgspec.json.encode(getattr(manifest, name))) for name in _FIELDS]
+    text = b"{\n" + b",\n".join(lines)
+    return text + b',\n"digest": "%016x"\n}\n' % digest(text)
+
+
+def parse_head(data: bytes, name: str) -> Head:
+    """The head of a manifest from its first ``HEAD_BYTES`` bytes, or from all of it.
+
+    Raises:
+        FormatError: a newer major version of the format.
+        CorruptError: not the beginning of a manifest.
+    """
+    text, mark, _ = data.partition(_HEAD_END)
+    try:
+        version = msgspec.json.decode(text + b"}", type=_Version) if mark else msgspec.json.decode(data, type=_Version)
+        _check_version(version.format, name)
+        return msgspec.json.decode(text + b"}", type=Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise CorruptError(f"{name}: not a manifest: {err}") from err
+
+
+def _check_version(version: tuple[int, int], name: str) -> None:
+    if version[0] != FORMAT_MAJOR:
+        raise FormatError(
+            f"{name}: written in format {version[0]}.{version[1]}; this keepstep reads format {FORMAT_MAJOR}."
+            " Nothing was read or changed"
+        )
+
+
+def parse_manifest(data: bytes, name: str) -> Manifest:
+    """Reads a manifest and proves that its parts fit each other; nothing is allocated by its numbers.
+
+    Args:
+        data: the bytes of the manifest.
+        name: where it came from, for messages.
+
+    Raises:
+        FormatError: a newer major version of the format.
+        CorruptError: not a manifest, a wrong digest, or numbers that cannot be true.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Version)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise CorruptError(f"{name}: not a manifest: {err}") from err
+    _check_version(version.format, name)
+    text, mark, tail = data.rpartition(b',\n"digest": "')
+    if not mark or tail != b'%016x"\n}\n' % digest(text):
+        raise CorruptError(f"{name}: the manifest does not match its own digest")
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise CorruptError(f"{name}: not a manifest: {err}") from err
+    problem = _contradiction(manifest)
+    if problem:
+        raise CorruptError(f"{name}: {problem}")
+    return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """The first thing in a manifest that cannot be true, or None."""
+    world = manifest.world_size
+    if not 0 < world <= MAX_WORLD or manifest.step < 0:
+        return f"world size {world} or step {manifest.step} is not possible"
+    if not _SAVE_ID.fullmatch(manifest.save_id):
+        return f"save id {manifest.save_id!r} is not a save id"
+    for mesh in manifest.meshes:
+        if not mesh.shape or any(size < 1 for size in mesh.shape) or not 0 <= mesh.first or mesh.size > world:
+            return f"mesh of shape {mesh.shape} does not fit {world} ranks"
+        ranks = mesh.ranks if mesh.ranks is not None else (mesh.first, mesh.first + mesh.size - 1)
+        if any(not 0 <= rank < world for rank in ranks):
+            return f"a mesh names a rank outside 0..{world - 1}"
+        if mesh.ranks is not None and not len(mesh.ranks) == len(set(mesh.ranks)) == mesh.size:
+            return f"a mesh of shape {mesh.shape} lists {len(mesh.ranks)} ranks"
+    for layout in manifest.layouts:
+        problem = _bad_layout(layout, manifest.meshes, world)
+        if problem:
+            return problem
+    for spec in manifest.tensors:
+        if spec.dtype not in ITEM_BYTES:
+            return f"{spec.key!r} has the unknown dtype {spec.dtype!r}"
+        if not 0 <= spec.layout < len(manifest.layouts):
+            return f"{spec.key!r} names layout {spec.layout}, which is not there"
+        if spec.folder not in manifest.files:
+            return f"{spec.key!r} lies in {spec.folder!r}, which has no files"
+    return _bad_files(manifest)
+
+
+def _bad_layout(layout: Layout, meshes: tuple[Mesh, ...], world: int) -> str | None:
+    if len(layout.shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 62 for size in layout.shape):
+        return f"a tensor of shape {layout.shape} is not possible"
+    if layout.boxes is not None:
+        if any(not 0 <= rank < world or not box.inside(layout.shape) for rank, box in layout.boxes):
+            return f"a box lies outside its tensor of shape {layout.shape}, or on a rank that is not there"
+        return None
+    if not 0 <= layout.mesh < len(meshes):
+        return f"a layout names mesh {layout.mesh}, which is not there"
+    for cut in layout.cuts:
+        cuts_dim = cut.kind in ("S", "SS", "B")
+        if not 0 <= cut.axis < len(meshes[layout.mesh].shape) or cut.kind not in ("S", "SS", "B", "O"):
+            return f"a layout has the impossible cut {cut}"
+        if (cuts_dim and not 0 <= cut.dim < len(layout.shape)) or (cut.kind == "SS" and not 0 < cut.arg <= MAX_WORLD):
+            return f"a layout has the impossible cut {cut}"
+    return None
+
+
+def _bad_files(manifest: Manifest) -> str | None:
+    for folder, records in manifest.files.items():
+        if not safe_folder(folder):
+            return f"{folder!r} is not a folder name"
+        if len({record.rank for record in records}) != len(records):
+            return f"{folder!r} lists a rank twice"
+        for record in records:
+            if not 0 <= record.rank < manifest.world_size or not 0 <= record.data_bytes <= record.size_bytes:
+                return f"{folder!r} has an impossible file record {record}"
+    return None

@@ -1,0 +1,391 @@
+"""Plain values as tagged JSON, and back with their exact types. The table is closed: nothing is ever unpickled.
+
+``null``, ``true``, strings, 64-bit integers, ordinary floats, arrays and objects mean themselves (None, bool, str, int,
+float, list, dict with string keys in order). Everything else is an object with the key ``$`` that names its type. A
+dictionary that has ``$`` as a key of its own, or keys that are not strings, is written as a tagged list of pairs.
+
+References stand where something is stored elsewhere: ``TensorRef`` for the bytes of a tensor, ``RankRef`` for a value that
+each rank has of its own, ``ObjectNode`` for the tree of a module, an optimizer or another object with a state_dict.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime as dt
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from keepstep.errors import CorruptError, UnsafeValueError, UsageError
+from keepstep.format.keys import join
+
+__all__ = ["ObjectNode", "RankRef", "TensorRef", "TorchValue", "decode", "encode", "register"]
+
+MAX_DEPTH = 100
+_INT64 = 1 << 63
+_FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
+_CLASSES: dict[str, type] = {}
+"""Classes that ``register`` allowed. The one table of the process: a class is registered where it is defined."""
+
+
+class TensorRef(msgspec.Struct, frozen=True, gc=False):
+    """A tensor stored under ``key``. ``device`` is its device type when saved; ``form`` says what kind of tensor it was.
+
+    ``form`` is ``tensor``, ``dtensor``, ``sharded``, or ``array`` for a large numpy array. ``own`` marks a tensor that
+    belongs to one rank only. ``dtype`` and ``shape`` (global, in elements) let a reader allocate without the manifest.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str = "cpu"
+    form: str = "tensor"
+    own: bool = False
+
+
+class RankRef(msgspec.Struct, frozen=True):
+    """A value that every rank has of its own, found in the rank's state file under ``key``; ``rule`` is for a new world."""
+
+    key: str
+    rule: str = "error"
+
+
+class ObjectNode(msgspec.Struct, frozen=True):
+    """The tree of an object with a state of its own. ``kind`` is module, optimizer, stateful, rng or progress."""
+
+    kind: str
+    type_name: str
+    tree: Any
+
+
+class TorchValue(msgspec.Struct, frozen=True):
+    """A torch.Size, dtype or device, by kind and text; made and read by the side that has torch."""
+
+    kind: str
+    text: str
+
+
+def register(cls: type, *, name: str | None = None) -> type:
+    """Allows a dataclass, an Enum, or a class with ``to_state``/``from_state`` in a state. Usable as a decorator.
+
+    Args:
+        cls: the class. A plain class needs ``to_state(self) -> plain value`` and ``from_state(value)`` (classmethod).
+        name: the stable name in the file; the class's own qualified name when None.
+
+    Raises:
+        UsageError: the class fits none of these, or the name belongs to another class.
+    """
+    fits = dataclasses.is_dataclass(cls) or issubclass(cls, Enum)
+    if not fits and not (hasattr(cls, "to_state") and hasattr(cls, "from_state")):
+        raise UsageError(f"{cls.__qualname__} is no dataclass or Enum and has no to_state/from_state")
+    known = name or f"{cls.__module__}.{cls.__qualname__}"
+    other = _CLASSES.get(known)
+    if other is not None and other is not cls and other.__qualname__ != cls.__qualname__:
+        raise UsageError(f"the name {known!r} is already registered for {other.__qualname__}")
+    _CLASSES[known] = cls
+    return cls
+
+
+def encode(tree: object, path: str = "") -> bytes:
+    """The tree as JSON bytes: a private copy, so later changes of the tree are not seen.
+
+    Raises:
+        UnsafeValueError: lists every value that has no safe form, each with its key and type.
+    """
+    refused: list[str] = []
+    plain = _lower(tree, path, 0, refused)
+    if refused:
+        raise UnsafeValueError(refused)
+    return msgspec.json.encode(plain)
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """The tree that ``encode`` was given, with references in place of tensors.
+
+    Raises:
+        CorruptError: not such JSON, an unknown tag, or a class that is not registered here.
+    """
+    try:
+        plain = msgspec.json.decode(data)
+        return _raise_up(plain, 0)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise CorruptError(f"plain values are not valid: {err}") from err
+
+
+def _registered_name(cls: type) -> str | None:
+    return next((name for name, known in _CLASSES.items() if known is cls), None)
+
+
+def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
+    """The JSON form of one value; appends to ``refused`` instead of raising, so that all are reported at once."""
+    kind = type(value)
+    if kind is str or value is None or kind is bool:
+        return value
+    if kind is TensorRef:
+        return _lower_tensor(value)
+    if kind is int:
+        return value if -_INT64 <= value < _INT64 else {"$": "int", "v": str(value)}
+    if kind is float:
+        plain = math.isfinite(value) and (value != 0.0 or math.copysign(1.0, value) > 0)
+        return value if plain else {"$": "float", "v": np.float64(value).tobytes().hex()}
+    if depth > MAX_DEPTH:
+        refused.append(f"{path}: nested deeper than {MAX_DEPTH} levels, or a value that contains itself")
+        return None
+    if kind is dict:
+        if all(type(key) is str for key in value) and "$" not in value:
+            return {key: _lower(item, join(path, key), depth + 1, refused) for key, item in value.items()}
+        return {"$": "dict", "v": _lower_pairs(value, path, depth, refused)}
+    if kind is list:
+        return [_lower(item, join(path, i), depth + 1, refused) for i, item in enumerate(value)]
+    lower = _LOWER.get(kind)
+    if lower is not None:
+        return lower(value, path, depth, refused)
+    return _lower_other(value, path, depth, refused)
+
+
+def _lower_tensor(ref: TensorRef) -> Any:
+    plain: dict[str, Any] = {"$": "tensor", "key": ref.key, "dtype": ref.dtype, "shape": ref.shape}
+    if ref.device != "cpu":
+        plain["device"] = ref.device
+    if ref.form != "tensor":
+        plain["form"] = ref.form
+    if ref.own:
+        plain["own"] = True
+    return plain
+
+
+def _lower_pairs(value: Any, path: str, depth: int, refused: list[str]) -> list[Any]:
+    pairs = []
+    for key, item in value.items():
+        below = join(path, key)
+        pairs.append([_lower(key, below, depth + 1, refused), _lower(item, below, depth + 1, refused)])
+    return pairs
+
+
+def _lower_items(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
+    def lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
+        return {"$": tag, "v": [_lower(item, join(path, i), depth + 1, refused) for i, item in enumerate(value)]}
+
+    return lower
+
+
+def _lower_set(value: Any, path: str, depth: int, refused: list[str]) -> Any:
+    # Sorted by JSON text: the same set gives the same bytes on every rank, whatever the hash seed.
+    items = [_lower(item, path, depth + 1, refused) for item in value]
+    return {"$": type(value).__name__, "v": sorted(items, key=msgspec.json.encode)}
+
+
+def _lower_deque(value: deque[Any], path: str, depth: int, refused: list[str]) -> Any:
+    items = [_lower(item, join(path, i), depth + 1, refused) for i, item in enumerate(value)]
+    return {"$": "deque", "v": items, "maxlen": value.maxlen}
+
+
+def _lower_mapping(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
+    def lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
+        return {"$": tag, "v": _lower_pairs(value, path, depth, refused)}
+
+    return lower
+
+
+def _lower_defaultdict(value: defaultdict[Any, Any], path: str, depth: int, refused: list[str]) -> Any:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and _FACTORIES.get(name) is not factory:
+        refused.append(f"{path}: defaultdict with the factory {factory!r}; use one of {', '.join(_FACTORIES)}")
+    return {"$": "defaultdict", "v": _lower_pairs(value, path, depth, refused), "factory": name}
+
+
+def _lower_bytes(value: Any, _path: str, _depth: int, _refused: list[str]) -> Any:
+    return {"$": type(value).__name__, "v": base64.b64encode(value).decode()}
+
+
+def _lower_complex(value: complex, _path: str, _depth: int, _refused: list[str]) -> Any:
+    return {"$": "complex", "v": np.complex128(value).tobytes().hex()}
+
+
+def _lower_text(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
+    def lower(value: Any, _path: str, _depth: int, _refused: list[str]) -> Any:
+        return {"$": tag, "v": str(value) if tag == "path" else value.isoformat()}
+
+    return lower
+
+
+def _lower_timedelta(value: dt.timedelta, _path: str, _depth: int, _refused: list[str]) -> Any:
+    return {"$": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+
+
+def _lower_rank_ref(value: RankRef, _path: str, _depth: int, _refused: list[str]) -> Any:
+    return {"$": "per_rank", "key": value.key, "rule": value.rule}
+
+
+def _lower_object(value: ObjectNode, path: str, depth: int, refused: list[str]) -> Any:
+    tree = _lower(value.tree, path, depth + 1, refused)
+    return {"$": "object", "kind": value.kind, "type": value.type_name, "v": tree}
+
+
+def _lower_torch(value: TorchValue, _path: str, _depth: int, _refused: list[str]) -> Any:
+    return {"$": f"torch.{value.kind}", "v": value.text}
+
+
+_LOWER: dict[type, Callable[[Any, str, int, list[str]], Any]] = {
+    tuple: _lower_items("tuple"),
+    set: _lower_set,
+    frozenset: _lower_set,
+    deque: _lower_deque,
+    OrderedDict: _lower_mapping("OrderedDict"),
+    Counter: _lower_mapping("Counter"),
+    defaultdict: _lower_defaultdict,
+    bytes: _lower_bytes,
+    bytearray: _lower_bytes,
+    complex: _lower_complex,
+    dt.datetime: _lower_text("datetime"),
+    dt.date: _lower_text("date"),
+    dt.timedelta: _lower_timedelta,
+    RankRef: _lower_rank_ref,
+    ObjectNode: _lower_object,
+    TorchValue: _lower_torch,
+}
+
+
+def _lower_other(value: Any, path: str, depth: int, refused: list[str]) -> Any:
+    """Families of types: paths, numpy values, registered classes; anything else is refused."""
+    if isinstance(value, PurePath):
+        return {"$": "path", "v": str(value)}
+    if isinstance(value, np.ndarray | np.generic) and type(value).__module__ == "numpy":
+        if value.dtype.hasobject or value.dtype.names is not None:
+            refused.append(f"{path}: numpy value of dtype {value.dtype}; only plain element types can be stored")
+            return None
+        tag = "ndarray" if isinstance(value, np.ndarray) else "npscalar"
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {"$": tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
+    name = _registered_name(type(value))
+    if name is None:
+        hint = " (register its class with ks.register)" if _can_register(type(value)) else ""
+        refused.append(f"{path}: {type(value).__module__}.{type(value).__qualname__}{hint}")
+        return None
+    if isinstance(value, Enum):
+        return {"$": "enum", "type": name, "v": value.name}
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"$": "dataclass", "type": name, "v": _lower(fields, path, depth + 1, refused)}
+    return {"$": "class", "type": name, "v": _lower(value.to_state(), path, depth + 1, refused)}
+
+
+def _can_register(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) or issubclass(cls, Enum) or hasattr(cls, "to_state")
+
+
+def _raise_up(plain: Any, depth: int) -> Any:
+    if type(plain) is list:
+        return [_raise_up(item, depth + 1) for item in plain]
+    if type(plain) is not dict:
+        return plain
+    tag = plain.get("$")
+    if tag is None:
+        return {key: _raise_up(item, depth + 1) for key, item in plain.items()}
+    if depth > 2 * MAX_DEPTH:
+        raise CorruptError("plain values are nested too deeply")
+    read = _READ.get(tag) if type(tag) is str else None
+    if read is None:
+        raise CorruptError(f"plain values hold the unknown tag {tag!r}")
+    try:
+        return read(plain, depth + 1)
+    except CorruptError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+        raise CorruptError(f"plain value tagged {tag!r} is malformed: {err}") from err
+
+
+def _items(plain: dict[str, Any], depth: int) -> list[Any]:
+    return [_raise_up(item, depth) for item in plain["v"]]
+
+
+def _pairs(plain: dict[str, Any], depth: int) -> list[tuple[Any, Any]]:
+    return [(_raise_up(key, depth), _raise_up(item, depth)) for key, item in plain["v"]]
+
+
+def _read_defaultdict(plain: dict[str, Any], depth: int) -> Any:
+    name = plain["factory"]
+    return defaultdict(None if name is None else _FACTORIES[name], _pairs(plain, depth))
+
+
+def _read_float(plain: dict[str, Any], _depth: int) -> float:
+    return float(np.frombuffer(bytes.fromhex(plain["v"]), np.float64)[0])
+
+
+def _read_complex(plain: dict[str, Any], _depth: int) -> complex:
+    return complex(np.frombuffer(bytes.fromhex(plain["v"]), np.complex128)[0])
+
+
+def _read_int(plain: dict[str, Any], _depth: int) -> int:
+    if len(plain["v"]) > 4000:
+        raise ValueError("an integer of more than 4,000 digits")
+    return int(plain["v"])
+
+
+def _read_array(plain: dict[str, Any], _depth: int) -> Any:
+    dtype = np.dtype(plain["dtype"])
+    if dtype.hasobject:
+        raise ValueError(f"dtype {dtype}")
+    return np.frombuffer(base64.b64decode(plain["v"]), dtype).reshape(plain["shape"]).copy()
+
+
+def _read_tensor(plain: dict[str, Any], _depth: int) -> TensorRef:
+    return msgspec.convert({key: item for key, item in plain.items() if key != "$"}, TensorRef)
+
+
+def _read_class(plain: dict[str, Any], depth: int) -> Any:
+    name = plain["type"]
+    cls: Any = _CLASSES.get(name)
+    if cls is None:
+        raise CorruptError(
+            f"the state holds a {name!r}, which is not registered here; call ks.register on that class first"
+        )
+    if plain["$"] == "enum":
+        return cls[plain["v"]]
+    value = _raise_up(plain["v"], depth)
+    if plain["$"] == "class":
+        return cls.from_state(value)
+    made = cls.__new__(cls)
+    for field, item in value.items():
+        object.__setattr__(made, field, item)
+    return made
+
+
+_READ: dict[str, Callable[[dict[str, Any], int], Any]] = {
+    "dict": lambda plain, depth: dict(_pairs(plain, depth)),
+    "OrderedDict": lambda plain, depth: OrderedDict(_pairs(plain, depth)),
+    "Counter": lambda plain, depth: Counter(dict(_pairs(plain, depth))),
+    "defaultdict": _read_defaultdict,
+    "tuple": lambda plain, depth: tuple(_items(plain, depth)),
+    "set": lambda plain, depth: set(_items(plain, depth)),
+    "frozenset": lambda plain, depth: frozenset(_items(plain, depth)),
+    "deque": lambda plain, depth: deque(_items(plain, depth), plain["maxlen"]),
+    "int": _read_int,
+    "float": _read_float,
+    "complex": _read_complex,
+    "bytes": lambda plain, _depth: base64.b64decode(plain["v"], validate=True),
+    "bytearray": lambda plain, _depth: bytearray(base64.b64decode(plain["v"], validate=True)),
+    "path": lambda plain, _depth: Path(plain["v"]),
+    "datetime": lambda plain, _depth: dt.datetime.fromisoformat(plain["v"]),
+    "date": lambda plain, _depth: dt.date.fromisoformat(plain["v"]),
+    "timedelta": lambda plain, _depth: dt.timedelta(*plain["v"]),
+    "ndarray": _read_array,
+    "npscalar": lambda plain, depth: _read_array(plain, depth)[()],
+    "enum": _read_class,
+    "dataclass": _read_class,
+    "class": _read_class,
+    "tensor": _read_tensor,
+    "per_rank": lambda plain, _depth: RankRef(str(plain["key"]), str(plain["rule"])),
+    "object": lambda plain, depth: ObjectNode(str(plain["kind"]), str(plain["type"]), _raise_up(plain["v"], depth)),
+    "torch.size": lambda plain, _depth: TorchValue("size", str(plain["v"])),
+    "torch.dtype": lambda plain, _depth: TorchValue("dtype", str(plain["v"])),
+    "torch.device": lambda plain, _depth: TorchValue("device", str(plain["v"])),
+}

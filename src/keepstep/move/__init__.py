@@ -1,0 +1,1 @@
+"""Bytes in motion: from tensors into the arena, from the arena to storage, from storage into tensors."""

@@ -1,0 +1,326 @@
+"""From shard files into tensors, every block proved by its digest before its bytes are used.
+
+In: pieces to read and the targets they fill. Out: filled targets and the count of bytes read. Large runs go straight into
+the target; what shares blocks with other things is read once into a buffer and copied out. Ranges that touch are read
+together. A block is 64 KiB; reading part of a tensor costs at most a block more at either end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from keepstep.errors import CorruptError
+from keepstep.format.manifest import FileRecord, Manifest
+from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, header_bytes, parse_header
+from keepstep.plan.load_plan import Piece, Read, Want, plan_reads
+from keepstep.storage.base import Blob, Storage
+
+__all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_bytes", "read_own", "read_pieces"]
+
+READER_THREADS = 4
+CHUNK_BYTES = 1 << 22
+STRAIGHT_BYTES = 1 << 20
+FIRST_READ_BYTES = 1 << 16
+
+
+class ShardFile(msgspec.Struct, frozen=True):
+    """An open shard file and its proved header. ``by_piece`` finds an entry by key and offsets."""
+
+    name: str
+    blob: Blob
+    header: ShardHeader
+    by_piece: dict[tuple[str, tuple[int, ...]], Entry]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.blob.close()
+
+
+class _Task(msgspec.Struct, frozen=True, gc=False):
+    """Bytes [start, stop) of a data section, whole blocks. Straight into ``target`` when it is set, else to ``reads``."""
+
+    file: ShardFile
+    start: int
+    stop: int
+    target: int = 0
+    reads: tuple[Read, ...] = ()
+
+
+def open_shard(storage: Storage, name: str, expected: FileRecord | None) -> ShardFile:
+    """Opens a shard file and proves its header, against the manifest's record where there is one.
+
+    Raises:
+        CorruptError: wrong size, wrong digest, or a header that makes no sense.
+        StorageError: the file is missing or cannot be read.
+    """
+    blob = storage.open(name)
+    try:
+        if expected is not None and blob.size_bytes != expected.size_bytes:
+            raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; {expected.size_bytes:,} were written")
+        head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
+        blob.read_into(0, memoryview(head))
+        length = header_bytes(head, blob.size_bytes, name)
+        if length > len(head):
+            rest = bytearray(length - len(head))
+            blob.read_into(len(head), memoryview(rest))
+            head += rest
+        raw = bytes(head[:length])
+        if expected is not None and f"{digest(raw):016x}" != expected.header_digest:
+            raise CorruptError(f"{name}: the header is not the one that was committed (digest differs)")
+        header = parse_header(raw, blob.size_bytes, name)
+    except BaseException:
+        blob.close()
+        raise
+    return ShardFile(name, blob, header, {(entry.key, entry.box.offsets): entry for entry in header.entries})
+
+
+def read_pieces(
+    storage: Storage, manifest: Manifest, pieces: list[Piece], *, wants: list[Want], targets: list[torch.Tensor]
+) -> int:
+    """Fills the targets from the pieces; returns the bytes read, headers included. Not collective; any thread.
+
+    Args:
+        storage: the step's own storage (names are relative to the step).
+        manifest: the step's manifest.
+        pieces: what to read, as ``find_pieces`` gave it.
+        wants: what each target needs.
+        targets: one tensor a want, with the want's shape and the stored dtype, on any device.
+
+    Raises:
+        CorruptError: a block, header or size that is not what was written; targets may hold part of the new bytes.
+        StorageError: a file that cannot be read.
+    """
+    by_file: dict[tuple[str, int], list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault((piece.folder, piece.rank), []).append(piece)
+    records = {(folder, record.rank): record for folder, here in manifest.files.items() for record in here}
+    bytes_read = 0
+    files: list[ShardFile] = []
+    try:
+        tasks: list[_Task] = []
+        for (folder, rank), here in by_file.items():
+            record = records.get((folder, rank))
+            if record is None:
+                raise CorruptError(f"{here[0].key!r}: the manifest lists no file of rank {rank} in {folder!r}")
+            file = open_shard(storage, manifest.file_name(folder, rank), record)
+            files.append(file)
+            bytes_read += file.header.data_offset
+            reads = [read for piece in here for read in plan_reads(piece, _entry(file, piece), wants[piece.want])]
+            tasks.extend(_tasks(file, reads, targets))
+        bytes_read += sum(task.stop - task.start for task in tasks)
+        _run(tasks, wants, targets)
+    finally:
+        for file in files:
+            file.close()
+    return bytes_read
+
+
+def read_bytes(storage: Storage, manifest: Manifest, folder: str, *, rank: int, name: str) -> bytes:
+    """The bytes of one named entry in the file of one rank, proved.
+
+    Raises:
+        CorruptError: the file or the entry is not there, or not what was written.
+    """
+    with contextlib.closing(_open_file(storage, manifest, folder, rank)) as file:
+        entry = _named(file, name)
+        target = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        _read_named(file, {name: target})
+        return target.numpy().tobytes()
+
+
+def read_own(
+    storage: Storage, manifest: Manifest, folder: str, *, rank: int, targets: dict[str, torch.Tensor]
+) -> int:
+    """Fills tensors that belong to one rank alone, by name, from that rank's file; returns the bytes read."""
+    if not targets:
+        return 0
+    with contextlib.closing(_open_file(storage, manifest, folder, rank)) as file:
+        return _read_named(file, targets)
+
+
+def _read_named(file: ShardFile, targets: dict[str, torch.Tensor]) -> int:
+    wants = []
+    reads = []
+    for index, (name, target) in enumerate(targets.items()):
+        entry = _named(file, name)
+        if entry.box.sizes != tuple(target.shape):
+            raise CorruptError(f"{file.name}: entry {name!r} has shape {list(entry.box.sizes)}, {list(target.shape)} expected")
+        want = Want(name, entry.box, target.is_contiguous())
+        wants.append(want)
+        if entry.box.elements:
+            piece = Piece("", 0, name, entry.box, entry.box, index)
+            reads.extend(plan_reads(piece, entry, want))
+    held = list(targets.values())
+    tasks = list(_tasks(file, reads, held))
+    _run(tasks, wants, held)
+    return file.header.data_offset + sum(task.stop - task.start for task in tasks)
+
+
+def _named(file: ShardFile, name: str) -> Entry:
+    entry = next((entry for entry in file.header.entries if entry.name == name), None)
+    if entry is None:
+        raise CorruptError(f"{file.name} has no entry {name!r}")
+    return entry
+
+
+def _open_file(storage: Storage, manifest: Manifest, folder: str, rank: int) -> ShardFile:
+    record = next((record for record in manifest.files.get(folder, ()) if record.rank == rank), None)
+    if record is None:
+        raise CorruptError(f"{storage.url}: the manifest lists no file of rank {rank} in {folder!r}")
+    return open_shard(storage, manifest.file_name(folder, rank), record)
+
+
+def _entry(file: ShardFile, piece: Piece) -> Entry:
+    entry = file.by_piece.get((piece.key, piece.stored.offsets))
+    if entry is None or entry.box != piece.stored:
+        raise CorruptError(f"{file.name} does not hold {piece.key!r}{piece.stored}, which the manifest expects there")
+    return entry
+
+
+def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> Iterator[_Task]:
+    """Cuts reads into block-aligned tasks: the inside of large runs straight, everything else grouped by neighbourhood."""
+    end = file.header.data_bytes
+    shared: list[Read] = []
+    for read in reads:
+        target = targets[read.want]
+        first = -(-read.start // BLOCK_BYTES) * BLOCK_BYTES
+        last = read.stop if read.stop == end else read.stop // BLOCK_BYTES * BLOCK_BYTES
+        if read.at < 0 or last - first < STRAIGHT_BYTES or target.device.type != "cpu":
+            shared.extend(_chunked(read))
+            continue
+        address = target.data_ptr() + read.at - read.start
+        for start in range(first, last, CHUNK_BYTES):
+            yield _Task(file, start, min(start + CHUNK_BYTES, last), address + start)
+        if read.start < first:
+            shared.append(Read(read.start, first, read.want, read.at))
+        if last < read.stop:
+            shared.append(Read(last, read.stop, read.want, read.at + last - read.start))
+    shared.sort(key=lambda read: read.start)
+    group: list[Read] = []
+    low = high = 0
+    for read in shared:
+        first = read.start // BLOCK_BYTES * BLOCK_BYTES
+        last = min(-(-read.stop // BLOCK_BYTES) * BLOCK_BYTES, end)
+        if group and (first > high or max(last, high) - low > 2 * CHUNK_BYTES):
+            yield _Task(file, low, high, 0, tuple(group))
+            group = []
+        if not group:
+            low = high = first
+        group.append(read)
+        high = max(high, last)
+    if group:
+        yield _Task(file, low, high, 0, tuple(group))
+
+
+def _chunked(read: Read) -> Iterator[Read]:
+    """A long run that cannot go straight to its target, in pieces that fit a buffer."""
+    if read.at < 0 or read.stop - read.start <= CHUNK_BYTES:
+        yield read
+        return
+    for start in range(read.start, read.stop, CHUNK_BYTES):
+        yield Read(start, min(start + CHUNK_BYTES, read.stop), read.want, read.at + start - read.start)
+
+
+def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> None:
+    """Executes the tasks on a few threads; the first failure stops the rest and is raised."""
+    tasks.sort(key=lambda task: (id(task.file), task.start))
+    pending = iter(tasks)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def work() -> None:
+        scratch = _Scratch()
+        while not stop.is_set():
+            with lock:
+                task = next(pending, None)
+            if task is None:
+                return
+            try:
+                _perform(task, wants, targets, scratch)
+            except BaseException:
+                stop.set()
+                raise
+
+    threads = min(READER_THREADS, len(tasks))
+    if threads <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-read") as pool:
+        running = [pool.submit(work) for _ in range(threads)]
+    for future in running:
+        future.result()
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """A thread's own buffer, used again for every task: fresh memory would be faulted in each time."""
+
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def take(self, length: int) -> torch.Tensor:
+        if self.buffer.numel() < length:
+            self.buffer = torch.empty(max(length, CHUNK_BYTES), dtype=torch.uint8)
+        return self.buffer[:length]
+
+
+def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratch: _Scratch) -> None:
+    length = task.stop - task.start
+    if task.target:
+        view = memoryview((ctypes.c_char * length).from_address(task.target)).cast("B")
+        _read_proved(task, view)
+        return
+    buffer = scratch.take(length)
+    address = buffer.data_ptr()
+    _read_proved(task, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+    for read in task.reads:
+        target = targets[read.want]
+        skip = read.start - task.start
+        if read.box is not None:
+            _copy_box(buffer[skip:], read, wants[read.want], target)
+        elif target.device.type == "cpu":
+            ctypes.memmove(target.data_ptr() + read.at, address + skip, read.stop - read.start)
+        else:
+            flat = target.reshape(-1).view(torch.uint8)
+            flat[read.at : read.at + read.stop - read.start].copy_(buffer[skip : skip + read.stop - read.start])
+
+
+def _read_proved(task: _Task, view: memoryview) -> None:
+    """Reads whole blocks and compares each with its digest while it is still in the processor's cache."""
+    header = task.file.header
+    piece = 1 << 20
+    for start in range(0, len(view), piece):
+        part = view[start : start + piece]
+        task.file.blob.read_into(header.data_offset + task.start + start, part)
+        first = (task.start + start) // BLOCK_BYTES
+        expected = header.digests[first : first + -(-len(part) // BLOCK_BYTES)].tolist()
+        for index, at in enumerate(range(0, len(part), BLOCK_BYTES)):
+            if digest(part[at : at + BLOCK_BYTES]) != expected[index]:
+                where = header.data_offset + (first + index) * BLOCK_BYTES
+                raise CorruptError(
+                    f"{task.file.name}: the {BLOCK_BYTES // 1024} KiB block at byte {where:,} does not match its digest"
+                )
+
+
+def _copy_box(buffer: torch.Tensor, read: Read, want: Want, target: torch.Tensor) -> None:
+    """Copies the box a span holds into its place in the target, both with gaps."""
+    assert read.box is not None  # noqa: S101  only reads with a box come here
+    item = target.element_size()
+    count = (read.stop - read.start) // item
+    # A span starts at a multiple of the element size in the file, but the block that holds it starts anywhere.
+    typed = buffer[: count * item]
+    if typed.data_ptr() % item:
+        typed = typed.clone()
+    source = typed.view(target.dtype).as_strided(read.box.sizes, read.strides)
+    view = target
+    for dim, (start, size) in enumerate(zip(read.box.offsets, read.box.sizes, strict=True)):
+        view = view.narrow(dim, start - want.box.offsets[dim], size)
+    with torch.no_grad():
+        view.copy_(source)

@@ -1,0 +1,205 @@
+"""From tensors into the arena: copying a tensor into its place in the file is all the serialisation there is.
+
+In: the plans of this rank's files and the live tensors. Out: filled chunks, in file order, one after another; the caller
+hands each to the writer. Runs on the training thread: while it runs nothing changes the tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from keepstep.format.shardfile import PAGE_BYTES
+from keepstep.move.arena import CHUNK_BYTES, Arena
+from keepstep.move.writer import Chunk
+from keepstep.plan.save_plan import FilePlan, Slot
+
+__all__ = ["fill"]
+
+GROUP_BYTES = 1 << 24
+"""A tensor that is not contiguous is made so in groups of rows of about this size."""
+
+
+def fill(
+    plans: tuple[FilePlan, ...],
+    tensors: tuple[tuple[torch.Tensor, ...], ...],
+    extras: Mapping[str, bytes | torch.Tensor],
+    arena: Arena,
+) -> Iterator[Chunk]:
+    """Copies the bytes of every file into the arena.
+
+    Args:
+        plans: the files, whose slots name tensors by index and extras by name.
+        tensors: the local tensors of this rank, by index; live, on any device; not changed and not kept.
+        extras: bytes and tensors that go into the state file.
+        arena: where to; each chunk handed out must be released by whoever wrote it.
+    """
+    lanes = _DeviceLanes(arena)
+    try:
+        for file, plan in enumerate(plans):
+            yield from _fill_file(file, plan, tensors, extras, arena, lanes)
+    finally:
+        lanes.close()
+
+
+def _fill_file(
+    file: int,
+    plan: FilePlan,
+    tensors: tuple[tuple[torch.Tensor, ...], ...],
+    extras: Mapping[str, bytes | torch.Tensor],
+    arena: Arena,
+    lanes: _DeviceLanes,
+) -> Iterator[Chunk]:
+    slot = -1
+    filled = 0
+    offset = 0
+    try:
+        for piece in plan.slots:
+            for run in _runs(_source(piece, tensors, extras)):
+                done, size = 0, run.numel() * run.element_size()
+                host = run.device.type == "cpu"
+                address = run.data_ptr()
+                while done < size:
+                    if slot < 0:
+                        slot, filled = arena.acquire(), 0
+                    step = min(CHUNK_BYTES - filled, size - done)
+                    if host:
+                        ctypes.memmove(arena.address(slot) + filled, address + done, step)
+                    else:
+                        lanes.copy(slot, filled, run, done, step)
+                    filled += step
+                    done += step
+                    if filled == CHUNK_BYTES:
+                        chunk, slot = Chunk(file, offset, filled, slot), -1
+                        offset += filled
+                        yield from lanes.ready(chunk)
+        if slot >= 0:
+            ctypes.memset(arena.address(slot) + filled, 0, -filled % PAGE_BYTES)
+            chunk, slot = Chunk(file, offset, filled, slot), -1
+            yield from lanes.ready(chunk)
+        yield from lanes.drain()
+    finally:
+        if slot >= 0:
+            arena.release(slot)
+
+
+def _source(
+    slot: Slot, tensors: tuple[tuple[torch.Tensor, ...], ...], extras: Mapping[str, bytes | torch.Tensor]
+) -> torch.Tensor:
+    """The part of a live tensor that a slot stores, as a view."""
+    if slot.tensor < 0:
+        value = extras[slot.entry.name]
+        return value if isinstance(value, torch.Tensor) else torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    held = tensors[slot.tensor]
+    view = held[slot.piece] if len(held) > 1 else held[0]
+    sizes = slot.entry.box.sizes
+    if view.shape != sizes:
+        for dim, (start, size) in enumerate(zip(slot.local, sizes, strict=True)):
+            if view.shape[dim] != size:
+                view = view.narrow(dim, start, size)
+    return view
+
+
+def _runs(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The view itself when its bytes are in order; otherwise groups of rows, made contiguous one at a time."""
+    if view.is_contiguous():
+        yield view
+        return
+    if view.numel() * view.element_size() <= GROUP_BYTES:
+        yield view.contiguous()
+        return
+    if view.shape[0] == 1:
+        yield from _runs(view[0])
+        return
+    row_bytes = view[0].numel() * view.element_size()
+    rows = max(1, GROUP_BYTES // row_bytes)
+    for start in range(0, view.shape[0], rows):
+        yield from _runs(view[start : start + rows])
+
+
+class _DeviceLanes:
+    """Copies from devices on streams of our own, ordered after the work that made the tensors.
+
+    A chunk with device copies in it is handed on when they are done; a few are kept in flight so that the link is busy.
+    """
+
+    IN_FLIGHT = 4
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._host: torch.Tensor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._touched: set[torch.device] = set()
+        self._waiting: list[tuple[Chunk, list[torch.cuda.Event]]] = []
+        self._registered = False
+
+    def copy(self, slot: int, filled: int, run: torch.Tensor, done: int, step: int) -> None:
+        """Starts the copy of ``step`` bytes from byte ``done`` of ``run`` to byte ``filled`` of the chunk."""
+        target = self._arena_tensor(run)[slot * CHUNK_BYTES + filled :][:step]
+        source = run.reshape(-1).view(torch.uint8)[done : done + step]
+        if run.device.type != "cuda":
+            target.copy_(source)
+            return
+        stream = self._streams.get(run.device)
+        if stream is None:
+            stream = self._streams[run.device] = torch.cuda.Stream(run.device)
+            # The tensors' last change may still be queued on the compute stream.
+            stream.wait_stream(torch.cuda.current_stream(run.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        # A temporary made by contiguous() belongs to the compute stream; it must not be reused before this copy.
+        source.record_stream(stream)
+        self._touched.add(run.device)
+
+    def ready(self, chunk: Chunk) -> Iterator[Chunk]:
+        """Takes a filled chunk; hands on those whose copies are done."""
+        events = []
+        for device in self._touched:
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()
+                event.record(self._streams[device])
+                events.append(event)
+        self._touched.clear()
+        self._waiting.append((chunk, events))
+        while self._waiting and (not self._waiting[0][1] or len(self._waiting) > self.IN_FLIGHT):
+            yield self._take()
+
+    def drain(self) -> Iterator[Chunk]:
+        """Hands on the rest."""
+        while self._waiting:
+            yield self._take()
+
+    def close(self) -> None:
+        """Waits for copies in flight, gives back chunks nobody took, and unregisters the arena."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        for chunk, _ in self._waiting:
+            self._arena.release(chunk.slot)
+        self._waiting = []
+        if self._registered:
+            _cudart().cudaHostUnregister(self._arena.address(0))
+            self._registered = False
+        self._host = None
+
+    def _take(self) -> Chunk:
+        chunk, events = self._waiting.pop(0)
+        for event in events:
+            event.synchronize()
+        return chunk
+
+    def _arena_tensor(self, run: torch.Tensor) -> torch.Tensor:
+        if self._host is None:
+            memory = (ctypes.c_char * self._arena.size_bytes).from_address(self._arena.address(0))
+            self._host = torch.frombuffer(memory, dtype=torch.uint8)
+            if run.device.type == "cuda":
+                # Pinned memory is what makes the copies asynchronous; without it they are merely slower.
+                status = _cudart().cudaHostRegister(self._arena.address(0), self._arena.size_bytes, 0)
+                self._registered = int(status) == 0
+        return self._host
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

@@ -1,0 +1,249 @@
+"""One walk over the live state: plain values as a tree, tensors as references plus the memory that holds them.
+
+In: anything a user may pass as a state. Out: a ``Snapshot`` whose tree is a private copy and whose tensors are live. All
+of it stands at one step boundary because the training thread does nothing else meanwhile. Everything that cannot be
+stored is collected and refused at once, before a byte is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from keepstep.errors import UnsafeValueError, UsageError
+from keepstep.format.dtypes import ITEM_BYTES
+from keepstep.format.keys import join
+from keepstep.format.manifest import STATE_FOLDER, Component, safe_folder
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, encode
+from keepstep.format.structure import Structure, TensorSpec
+from keepstep.state.marks import PerRank, Sharded
+from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
+from keepstep.state.optimizer import optimizer_state
+from keepstep.state.shard import LayoutTable, Shard, is_dtensor
+
+__all__ = ["Collector", "Snapshot", "capture", "names_of"]
+
+LARGE_ARRAY_BYTES = 1 << 16
+MAX_FOLDERS = 12
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_SEQUENCES = (list, tuple, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state at one step boundary.
+
+    ``tree`` and ``own_tree`` are encoded plain values: shared by all ranks, and this rank's own. ``locals`` holds, for
+    each tensor of ``structure``, the live local tensors of this rank; ``own`` holds tensors that belong to this rank alone.
+    """
+
+    tree: bytes
+    own_tree: bytes
+    structure: Structure
+    locals: tuple[tuple[torch.Tensor, ...], ...]
+    own: tuple[tuple[str, str, torch.Tensor], ...]
+    aliases: dict[str, str]
+    components: dict[str, Component]
+
+
+def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
+    """The state as it is now. Not collective; call on the training thread, at a step boundary.
+
+    Tensors are not copied: they must not change until they are staged. Plain values are copied.
+
+    Raises:
+        UnsafeValueError: lists every value and tensor that cannot be stored, each with its key and type.
+        UsageError: the state itself is not a mapping with string keys, or names collide.
+    """
+    if not isinstance(state, Mapping) or not all(type(name) is str and name for name in state):
+        raise UsageError(f"a state is a TrainState or a dict with non-empty string keys, not {type(state).__name__}")
+    collector = Collector(LayoutTable(rank, world), names_of(state))
+    tree: dict[str, Any] = {}
+    components: dict[str, Component] = {}
+    for name, value in state.items():
+        path = join("", name)
+        collector.folder = _folder(name, value, components)
+        before, size = len(collector.specs), collector.tensor_bytes
+        tree[name] = collector.visit(value, path)
+        tensors = len(collector.specs) - before
+        folder = collector.folder if tensors else STATE_FOLDER
+        kind = collector.kind(tree[name])
+        components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
+    if collector.refused:
+        raise UnsafeValueError(collector.refused)
+    structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))
+    return Snapshot(
+        tree=encode(tree),
+        own_tree=encode(collector.own_values) if collector.own_values else b"",
+        structure=structure,
+        locals=tuple(collector.locals),
+        own=tuple(collector.own),
+        aliases=collector.aliases,
+        components=components,
+    )
+
+
+def names_of(state: Mapping[str, Any]) -> dict[int, str]:
+    """Parameter names by identity, over all modules at the top of the state.
+
+    With several modules each name starts with its component, so that two networks with a ``weight`` each stay apart.
+    """
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    names: dict[int, str] = {}
+    for component, module in modules.items():
+        prefix = f"{component}." if len(modules) > 1 else ""
+        for key, name in parameter_names(module).items():
+            names.setdefault(key, prefix + name)
+    return names
+
+
+def _folder(name: str, value: Any, components: dict[str, Component]) -> str:
+    """Containers of tensors get files of their own, so that a model can be read without its optimizer."""
+    bare = isinstance(value, torch.Tensor | Sharded)
+    used = {component.folder for component in components.values()}
+    return STATE_FOLDER if bare or not safe_folder(name) or len(used) >= MAX_FOLDERS else name
+
+
+@dataclass(slots=True)
+class Collector:
+    """The walk itself. ``own_values`` and ``own`` collect what belongs to this rank alone."""
+
+    table: LayoutTable
+    names: dict[int, str]
+    folder: str = STATE_FOLDER
+    specs: list[TensorSpec] = field(default_factory=list)
+    locals: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    own_values: dict[str, Any] = field(default_factory=dict)
+    own: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    tensor_bytes: int = 0
+    _inside_rank: bool = False
+    _first_wins: frozenset[str] = frozenset()
+    _open: set[int] = field(default_factory=set)
+    _seen: dict[Any, str] = field(default_factory=dict)
+
+    def kind(self, node: Any) -> str:
+        """What a component is, for the manifest."""
+        if type(node) is ObjectNode:
+            return node.kind
+        if type(node) is RankRef:
+            return "per_rank"
+        return "tensor" if type(node) is TensorRef else "values"
+
+    def visit(self, value: Any, path: str) -> Any:
+        """The tree node for a value; containers are walked, everything else is left to the encoder to accept."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor) or kind is Sharded:
+            return self._tensor(value, path)
+        if id(value) in self._open:
+            self.refused.append(f"{path}: a {kind.__name__} that contains itself")
+            return None
+        self._open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _container(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in _MAPPINGS:
+            items = ((key, self.visit(item, join(path, key))) for key, item in value.items())
+            return defaultdict(value.default_factory, items) if kind is defaultdict else kind(items)
+        if kind in _SEQUENCES:
+            walked = [self.visit(item, join(path, i)) for i, item in enumerate(value)]
+            return deque(walked, value.maxlen) if kind is deque else kind(walked)
+        if kind is PerRank:
+            return self._per_rank(value, path)
+        if isinstance(value, torch.Size | torch.dtype | torch.device):
+            text = ",".join(map(str, value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+            return TorchValue(type(value).__name__.lower(), text)
+        if isinstance(value, np.ndarray) and value.nbytes >= LARGE_ARRAY_BYTES and _as_tensor(value) is not None:
+            return self._tensor(_as_tensor(value), path, form="array")
+        return self._object(value, path)
+
+    def _object(self, value: Any, path: str) -> Any:
+        if isinstance(value, nn.Module):
+            inner = unwrap(value)
+            first = buffer_names(inner) if broadcast_buffers(value) else set()
+            self._first_wins = frozenset(join(path, name) for name in first)
+            tree = self._walk(module_state(inner), path)
+            self._first_wins = frozenset()
+            return ObjectNode("module", type(inner).__name__, tree)
+        if isinstance(value, torch.optim.Optimizer):
+            return ObjectNode("optimizer", type(value).__name__, self._walk(optimizer_state(value, self.names), path))
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
+        return value
+
+    def _walk(self, tree: dict[str, Any], path: str) -> dict[Any, Any]:
+        return {key: self.visit(item, join(path, key)) for key, item in tree.items()}
+
+    def _per_rank(self, value: PerRank, path: str) -> Any:
+        if self._inside_rank:
+            self.refused.append(f"{path}: per_rank inside per_rank")
+            return None
+        self._inside_rank = True
+        self.own_values[path] = self.visit(value.value, path)
+        self._inside_rank = False
+        return RankRef(path, value.on_world_change)
+
+    def _tensor(self, value: Any, path: str, form: str | None = None) -> Any:
+        inner = None if type(value) in (torch.Tensor, nn.Parameter, Sharded) or is_dtensor(value) else wrapped(value)
+        if inner is not None:
+            return ObjectNode("wrapper", type(value).__name__, self._walk(inner, path))
+        try:
+            shard = self.table.describe(value)
+        except UsageError as err:
+            self.refused.append(f"{path}: {err}")
+            return None
+        form = form or shard.form
+        device = "cpu" if not shard.locals else shard.locals[0].device.type
+        ref = TensorRef(path, shard.dtype, shard.shape, device, form, self._inside_rank)
+        if self._inside_rank:
+            if shard.form != "tensor":
+                self.refused.append(f"{path}: a {shard.form} inside per_rank; a shard belongs to all ranks together")
+            self.own.extend((path, shard.dtype, local) for local in shard.locals)
+            return ref
+        return self._shared(path, shard, ref)
+
+    def _shared(self, path: str, shard: Shard, ref: TensorRef) -> TensorRef:
+        """Adds a tensor to the structure, unless the same memory is there already under another key."""
+        local = shard.locals[0] if len(shard.locals) == 1 else None
+        if local is not None and local.numel():
+            identity = (local.data_ptr(), shard.dtype, shard.shape, local.stride(), shard.layout, local.device)
+            first = self._seen.setdefault(identity, path)
+            if first != path:
+                self.aliases[path] = first
+                return ref
+        rule = "first" if path in self._first_wins else "same"
+        self.specs.append(TensorSpec(path, shard.dtype, shard.layout, self.folder, rule))
+        self.locals.append(shard.locals)
+        self.tensor_bytes += math.prod(shard.shape) * ITEM_BYTES[shard.dtype]
+        return ref
+
+
+def wrapped(value: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """The inner tensors of a traceable wrapper subclass, or None for a tensor that holds its own bytes."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    names, _ = flatten()
+    return {name: getattr(value, name) for name in names}
+
+
+def _as_tensor(value: np.ndarray) -> torch.Tensor | None:
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError):
+        return None

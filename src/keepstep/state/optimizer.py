@@ -1,0 +1,145 @@
+"""Optimizers: state under parameter names, groups with all their fields, restored into the same dictionaries.
+
+A fresh optimizer has no moments and a scheduler may have added fields, so the restore is driven by what was saved: no
+dummy step is taken, group dictionaries keep their identity, and a parameter that had no state gets none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.format.objects import TensorRef
+
+__all__ = ["OptimizerView", "optimizer_state"]
+
+
+class OptimizerView:
+    """An optimizer seen through parameter names."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        self.optimizer = optimizer
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.group_names: list[list[str]] = []
+        for g, group in enumerate(optimizer.param_groups):
+            here = []
+            for i, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"#{g}.{i}")
+                if name in self.parameters:
+                    raise UsageError(f"two parameters of {type(optimizer).__name__} have the name {name!r}")
+                self.parameters[name] = parameter
+                here.append(name)
+            self.group_names.append(here)
+
+    @property
+    def plain(self) -> bool:
+        """Whether state_dict and load_state_dict are PyTorch's own, with no hooks: then they can be done by name."""
+        optimizer = self.optimizer
+        own = type(optimizer)
+        return (
+            own.state_dict is torch.optim.Optimizer.state_dict
+            and own.load_state_dict is torch.optim.Optimizer.load_state_dict
+            and not optimizer._optimizer_load_state_dict_pre_hooks
+            and not optimizer._optimizer_load_state_dict_post_hooks
+        )
+
+    def placed(self, name: str, value: TensorRef, group: dict[str, Any], siblings: dict[str, Any]) -> torch.device:
+        """The device on which a state tensor of parameter ``name`` belongs.
+
+        Most state lives with its parameter. A step counter stays on the host when it was there while other state of the
+        same parameter was not, or when this optimizer would keep it there.
+        """
+        device = self.parameters[name].device
+        if value.device == "cpu" and not value.shape:
+            apart = any(type(other) is TensorRef and other.device != "cpu" for other in siblings.values())
+            on_host = device.type != "cpu" and not (group.get("capturable") or group.get("fused"))
+            if apart or on_host:
+                return torch.device("cpu")
+        return device
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """The optimizer's state_dict with names for positions: ``{"state": {name: ...}, "param_groups": [...], ...}``.
+
+    Fields that equal ``params`` or hold parameter names are written as names; everything else stays as it is.
+    """
+    view = OptimizerView(optimizer, names)
+    packed = optimizer.state_dict()
+    order = list(view.parameters)
+    state = {
+        order[key] if type(key) is int and key < len(order) else key: value for key, value in packed["state"].items()
+    }
+    groups = []
+    for saved, here in zip(packed["param_groups"], view.group_names, strict=True):
+        group = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        groups.append({"params": here, **group})
+    rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return {"state": state, "param_groups": groups, **rest}
+
+
+def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """For each live group the saved fields that belong to its parameters, found by name.
+
+    Returns the fields in the order of the live groups, and what does not match: parameters the checkpoint does not know,
+    or one live group whose parameters were saved with different fields.
+    """
+    by_name = {name: group for group in saved for name in group["params"]}
+    problems = []
+    matched = []
+    empty = [group for group in saved if not group["params"]]
+    for index, names in enumerate(view.group_names):
+        where = f"{path}/param_groups/{index}"
+        unknown = [name for name in names if name not in by_name]
+        problems.extend(f"{where}: parameter {name!r} is not in the checkpoint" for name in unknown)
+        found = [by_name[name] for name in names if name in by_name]
+        if not names:
+            # A group without parameters has no names to go by: it is matched by its position.
+            found = [saved[index]] if index < len(saved) and saved[index] in empty else []
+        fields = [{key: value for key, value in group.items() if key != "params"} for group in found]
+        differing = sorted({key for other in fields[1:] for key in other if other[key] != fields[0].get(key)})
+        if differing:
+            problems.append(f"{where}: its parameters were saved in groups with different {', '.join(differing)}")
+        matched.append(fields[0] if fields else {})
+    live = set(view.parameters)
+    problems.extend(f"{path}: saved parameter {name!r} is in no group" for name in by_name if name not in live)
+    return matched, problems
+
+
+def apply_groups(view: OptimizerView, fields: list[dict[str, Any]]) -> None:
+    """Sets every saved field in the live group dictionaries, which keep their identity and their parameters.
+
+    A learning rate that is a tensor on both sides is filled in place: schedulers and captured graphs hold that tensor.
+    """
+    for group, saved in zip(view.optimizer.param_groups, fields, strict=True):
+        for key, value in saved.items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor) and (isinstance(value, int | float) or _same_kind(live, value)):
+                with torch.no_grad():
+                    live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(value)
+            else:
+                group[key] = value
+
+
+def load_packed(view: OptimizerView, tree: dict[str, Any], fields: list[dict[str, Any]]) -> None:
+    """Restores an optimizer that has its own way of loading: one call of load_state_dict with complete data."""
+    optimizer = view.optimizer
+    groups = list(optimizer.param_groups)
+    order = {name: i for i, name in enumerate(view.parameters)}
+    packed_groups = []
+    for names, saved in zip(view.group_names, fields, strict=True):
+        packed_groups.append({**saved, "params": [order[name] for name in names]})
+    state = {order.get(key, key): value for key, value in tree["state"].items()}
+    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    optimizer.load_state_dict({"state": state, "param_groups": packed_groups, **rest})
+    # load_state_dict makes new dictionaries; schedulers hold the old ones.
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        if old is not new:
+            old.clear()
+            old.update(new)
+    optimizer.param_groups[:] = groups
+
+
+def _same_kind(live: torch.Tensor, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == live.dtype and value.shape == live.shape

@@ -1,0 +1,496 @@
+"""Back into the live objects. First everything is bound and compared, then tensors are read, then small values go back.
+
+``bind`` changes nothing the user can see: it finds, for each saved tensor, the memory it belongs to (allocating what a
+fresh object does not have yet), and lists every difference. ``finish`` gives back what is not a tensor in place. What was
+saved decides, not what a fresh object happens to contain.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepstep.errors import UsageError
+from keepstep.format.keys import join
+from keepstep.format.layout import parts
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue
+from keepstep.plan.load_plan import Want
+from keepstep.state.capture import names_of, wrapped
+from keepstep.state.marks import PerRank, Sharded
+from keepstep.state.module import module_state, restore_module, unwrap
+from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups
+from keepstep.state.rng import RngStreams
+from keepstep.state.shard import LayoutTable, Shard, is_dtensor, torch_dtype
+
+__all__ = ["Binder", "ComponentReport", "Origin", "materialise"]
+
+_ABSENT = object()
+Finish = Callable[[], None]
+
+
+@dataclass(slots=True)
+class ComponentReport:
+    """What became of one component: counts of tensors and values, and the keys that were left out or made anew."""
+
+    restored: int = 0
+    cast: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reset: list[str] = field(default_factory=list)
+    rederived: list[str] = field(default_factory=list)
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a checkpoint comes from, as far as binding needs to know: its world, ties, and this rank's own values."""
+
+    world: int
+    aliases: Mapping[str, str]
+    own: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Binder:
+    """Collects what to read into which memory. One use: bind every component, read, ``finish``.
+
+    ``wants`` and ``targets`` go together: the box of a stored tensor, and the tensor of that shape to fill. ``own_targets``
+    are tensors of this rank alone, by key. ``mismatches`` lists every difference found.
+    """
+
+    table: LayoutTable
+    names: dict[int, str]
+    origin: Origin
+    strict: bool = True
+    cast: bool = False
+    wants: list[Want] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    own_targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    mismatches: list[str] = field(default_factory=list)
+    reports: dict[str, ComponentReport] = field(default_factory=dict)
+    _values: dict[str, Any] = field(default_factory=dict)
+    _finish: list[Finish] = field(default_factory=list)
+    _claimed: dict[Any, str] = field(default_factory=dict)
+    _report: ComponentReport = field(default_factory=ComponentReport)
+    _casts: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], origin: Origin, *, rank: int, world: int, strict: bool, cast: bool) -> Binder:
+        """A binder for this target state."""
+        return cls(LayoutTable(rank, world), names_of(state), origin, strict, cast)
+
+    def bind_component(self, state: Any, name: str, node: Any) -> None:
+        """Binds one component of the state to its saved tree; changes nothing yet."""
+        self._report = self.reports.setdefault(name, ComponentReport())
+        path = join("", name)
+        target = state[name]
+        if type(target) is PerRank and type(node) is not RankRef:
+            self.mismatches.append(f"{path}: the target is per_rank, the checkpoint has one value for all ranks")
+            return
+        value = self._bind(target, node, path)
+        if value is not target:
+            self._finish.append(lambda: _assign(state, name, materialise(value, self._values)))
+
+    def finish(self) -> None:
+        """Gives back everything that was not read in place. Only after every byte was read and proved, on all ranks."""
+        for target, temporary in self._casts.values():
+            with torch.no_grad():
+                target.copy_(temporary)
+        for finish in self._finish:
+            finish()
+
+    def _bind(self, target: Any, node: Any, path: str) -> Any:
+        """The value that belongs in the target's place: the target itself where it is filled or updated in place."""
+        if type(node) is TensorRef:
+            return self._bind_tensor(target, node, path)
+        if type(node) is RankRef:
+            return self._bind_rank(target, node, path)
+        if type(node) is ObjectNode:
+            return self._bind_object(target, node, path)
+        if type(target) is dict or type(target) in (OrderedDict, defaultdict):
+            if isinstance(node, dict):
+                return self._bind_dict(target, node, path)
+        elif type(target) is list and type(node) is list:
+            return self._bind_list(target, node, path)
+        self._lose(target, path)
+        self._report.restored += 1
+        return self._plain(node, path, target)
+
+    def _bind_dict(self, target: dict[Any, Any], node: dict[Any, Any], path: str) -> Any:
+        for key in target.keys() - node.keys():
+            self._lose(target[key], join(path, key))
+        made = {key: self._bind(target.get(key, _ABSENT), item, join(path, key)) for key, item in node.items()}
+
+        def finish() -> None:
+            for key in [key for key in target if key not in made]:
+                del target[key]
+            for key, value in made.items():
+                target[key] = materialise(value, self._values)
+
+        self._finish.append(finish)
+        return target
+
+    def _bind_list(self, target: list[Any], node: list[Any], path: str) -> Any:
+        for index in range(len(node), len(target)):
+            self._lose(target[index], join(path, index))
+        made = [
+            self._bind(target[index] if index < len(target) else _ABSENT, item, join(path, index))
+            for index, item in enumerate(node)
+        ]
+
+        def finish() -> None:
+            target[:] = [materialise(value, self._values) for value in made]
+
+        self._finish.append(finish)
+        return target
+
+    def _lose(self, target: Any, path: str) -> None:
+        """Notes tensors and objects of the target that the checkpoint has nothing for."""
+        if isinstance(target, torch.Tensor | Sharded | nn.Module | torch.optim.Optimizer):
+            self._miss(path, f"{type(target).__name__} in the target, nothing of that name in the checkpoint")
+        elif type(target) in (dict, OrderedDict, defaultdict):
+            for key, item in target.items():
+                self._lose(item, join(path, key))
+        elif type(target) in (list, tuple, deque):
+            for index, item in enumerate(target):
+                self._lose(item, join(path, index))
+
+    def _miss(self, path: str, text: str) -> None:
+        self._report.missing.append(path)
+        if self.strict:
+            self.mismatches.append(f"{path}: {text}")
+
+    def _surplus(self, path: str, text: str) -> None:
+        self._report.unexpected.append(path)
+        if self.strict:
+            self.mismatches.append(f"{path}: {text}")
+
+    def _plain(self, node: Any, path: str, target: Any = _ABSENT) -> Any:
+        """A saved tree whose tensors get memory of their own; ``target`` shows how, where it has them too."""
+        if type(node) is TensorRef:
+            like = target if isinstance(target, torch.Tensor) else None
+            return self._bind_tensor(_ABSENT if like is None else like, node, path, fresh=True)
+        if type(node) in (dict, OrderedDict, defaultdict):
+            items = ((k, self._plain(v, join(path, k), _child(target, k))) for k, v in node.items())
+            return defaultdict(node.default_factory, items) if type(node) is defaultdict else type(node)(items)
+        if type(node) in (list, tuple, deque):
+            walked = [self._plain(item, join(path, i), _child(target, i)) for i, item in enumerate(node)]
+            return deque(walked, node.maxlen) if type(node) is deque else type(node)(walked)
+        if type(node) is ObjectNode:
+            return self._plain(node.tree, path, target)
+        return node
+
+    def _bind_tensor(self, target: Any, ref: TensorRef, path: str, *, fresh: bool = False) -> Any:
+        """Where the bytes of a saved tensor go; returns the live tensor, or the reference to a new one."""
+        if ref.form == "array":
+            self._add(path, torch.empty(ref.shape, dtype=torch_dtype(ref.dtype)), ref, fresh=True)
+            return ref
+        live = isinstance(target, torch.Tensor) or type(target) is Sharded
+        if not live:
+            if target is not _ABSENT and not fresh:
+                self.mismatches.append(f"{path}: a {type(target).__name__} in the target, a tensor in the checkpoint")
+            elif self._add(path, torch.empty(ref.shape, dtype=torch_dtype(ref.dtype)), ref, fresh=True):
+                self._report.restored += 1
+            return ref
+        if fresh:
+            made = torch.empty_like(target, dtype=torch_dtype(ref.dtype)) if tuple(target.shape) == ref.shape else None
+            made = made if made is not None else torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
+            self._add(path, made, ref, fresh=True)
+            self._report.restored += 1
+            return ref
+        if self._add(path, target, ref, fresh=False):
+            self._report.restored += 1
+        return target
+
+    def _add(self, path: str, target: Any, ref: TensorRef, *, fresh: bool) -> bool:
+        """Adds one tensor to what is read, after comparing dtype, shape and ties."""
+        try:
+            shard = self.table.describe(target)
+        except UsageError as err:
+            self.mismatches.append(f"{path}: the target is {err}")
+            return False
+        if shard.shape != ref.shape:
+            self.mismatches.append(f"{path}: saved with shape {list(ref.shape)}, the target has {list(shard.shape)}")
+            return False
+        if shard.dtype != ref.dtype:
+            if not self.cast:
+                self.mismatches.append(
+                    f"{path}: saved as {ref.dtype}, the target is {shard.dtype} (cast=True converts)"
+                )
+                return False
+            temporary = torch.empty_like(target, dtype=torch_dtype(ref.dtype))
+            self._casts[path] = (target, temporary)
+            self._report.cast.append(path)
+            shard = self.table.describe(temporary)
+        if any(not _writable(local) for local in shard.locals):
+            self.mismatches.append(f"{path}: the target's elements share memory (an expanded or conjugated view)")
+            return False
+        if fresh:
+            self._values[ref.key] = target
+        if ref.own:
+            self.own_targets[ref.key] = shard.locals[0] if shard.locals else target
+            return True
+        key = self.origin.aliases.get(ref.key, ref.key)
+        return self._claim(path, key, shard) and self._want(key, shard)
+
+    def _claim(self, path: str, key: str, shard: Shard) -> bool:
+        """Whether this memory is not already to be filled from another saved tensor."""
+        if len(shard.locals) != 1 or not shard.locals[0].numel():
+            return True
+        local = shard.locals[0]
+        first = self._claimed.setdefault(
+            (local.data_ptr(), local.stride(), shard.shape, shard.layout, local.device), key
+        )
+        if first != key:
+            self.mismatches.append(
+                f"{path}: tied to {first} in the target, but the checkpoint has two separate tensors"
+            )
+        return first == key
+
+    def _want(self, key: str, shard: Shard) -> bool:
+        layout = self.table.layouts[shard.layout]
+        held = parts(layout, self.table.meshes, self.table.rank)
+        for index, part in enumerate(held):
+            view = shard.locals[index] if layout.boxes is not None else shard.locals[0]
+            if layout.boxes is None and view.shape != part.box.sizes:
+                for dim, (start, size) in enumerate(zip(part.local, part.box.sizes, strict=True)):
+                    view = view.narrow(dim, start, size)
+            self.wants.append(Want(key, part.box, view.is_contiguous()))
+            self.targets.append(view)
+        return True
+
+    def _bind_rank(self, target: Any, node: RankRef, path: str) -> Any:
+        """This rank's own value, by the rule that was saved with it."""
+        world, rank = self.table.world, self.table.rank
+        inner = target.value if type(target) is PerRank else target
+        changed = world != self.origin.world
+        if changed and node.rule == "error":
+            self.mismatches.append(
+                f"{path}: saved per rank on {self.origin.world} ranks, now there are {world};"
+                " give per_rank an on_world_change rule, or leave the component out with only="
+            )
+            return target
+        if rank >= self.origin.world:
+            self._new_rank(inner, node, path)
+            return target
+        if changed:
+            self._report.reset.append(f"{path}: ranks 0..{min(world, self.origin.world) - 1} as saved")
+        value = self._bind(inner, self.origin.own.get(path), path)
+        if value is not inner and type(target) is PerRank:
+            self._finish.append(lambda: setattr(target, "value", materialise(value, self._values)))
+            return target
+        return target if type(target) is PerRank else value
+
+    def _new_rank(self, inner: Any, node: RankRef, path: str) -> None:
+        if node.rule != "derive" or not hasattr(inner, "derive"):
+            self._report.reset.append(f"{path}: rank {self.table.rank} is new and keeps what it has")
+            return
+        self._report.rederived.append(f"{path}: rank {self.table.rank} is new")
+        saved = self.origin.own.get(path)
+        tree = saved.tree if type(saved) is ObjectNode else saved
+        self._finish.append(lambda: inner.derive(tree, self.table.rank, self.table.world))
+
+    def _bind_object(self, target: Any, node: ObjectNode, path: str) -> Any:
+        if isinstance(target, nn.Module):
+            return self._bind_module(target, node.tree, path)
+        if isinstance(target, torch.optim.Optimizer) and isinstance(node.tree, dict) and "param_groups" in node.tree:
+            return self._bind_optimizer(target, node.tree, path)
+        if node.kind == "wrapper" and isinstance(target, torch.Tensor):
+            inner = wrapped(target) or {}
+            for name in {**inner, **node.tree}:
+                if name not in inner or name not in node.tree:
+                    self.mismatches.append(f"{path}: {node.type_name} has other parts in the checkpoint ({name})")
+                else:
+                    self._bind_tensor(inner[name], node.tree[name], join(path, name))
+            return target
+        if hasattr(target, "load_state_dict"):
+            live = target.state_dict() if _has_tensors(node.tree) and hasattr(target, "state_dict") else _ABSENT
+            tree = self._plain(node.tree, path, live)
+            self._report.restored += not _has_tensors(node.tree)
+            self._finish.append(lambda: target.load_state_dict(materialise(tree, self._values)))
+            return target
+        if target is _ABSENT or isinstance(target, dict):
+            return self._plain(node.tree, path)
+        self.mismatches.append(
+            f"{path}: saved from a {node.type_name} ({node.kind}), the target is a {type(target).__name__}"
+        )
+        return target
+
+    def _bind_module(self, target: nn.Module, tree: dict[str, Any], path: str) -> Any:
+        module = unwrap(target)
+        live = module_state(module)
+        memory = {_pointer(t) for t in (*module.parameters(), *module.buffers())}
+        values: dict[str, Any] = {}
+        filled: set[str] = set()
+        for name in live:
+            if name not in tree and isinstance(live[name], torch.Tensor):
+                self._miss(join(path, name), "in the target module, not in the checkpoint")
+        for name, node in tree.items():
+            below = join(path, name)
+            value = live.get(name, _ABSENT)
+            extra = name.rpartition(".")[2] == "_extra_state"
+            if value is _ABSENT and not extra:
+                self._surplus(below, "in the checkpoint, not in the target module")
+            elif isinstance(value, torch.Tensor) and not extra:
+                values[name] = self._bind(value, node, below)
+                if _pointer(value) in memory or not value.numel():
+                    filled.add(name)
+            else:
+                values[name] = self._plain(node, below)
+        kept = {name: value for name, value in live.items() if name not in values}
+        self._finish.append(
+            lambda: restore_module(module, {**kept, **materialise(values, self._values)}, filled | kept.keys())
+        )
+        return target
+
+    def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
+        view = OptimizerView(optimizer, self.names)
+        fields, problems = match_groups(view, tree["param_groups"], path)
+        self.mismatches.extend(problems)
+        states: dict[Any, Any] = {}
+        groups = {name: group for names, group in zip(view.group_names, fields, strict=True) for name in names}
+        for name, node in tree["state"].items():
+            if name in view.parameters:
+                states[name] = self._bind_parameter_state(
+                    view, name, node, groups[name], join(join(path, "state"), name)
+                )
+            else:
+                states[name] = self._plain(node, join(join(path, "state"), name))
+        bound = [self._plain(group, join(join(path, "param_groups"), i)) for i, group in enumerate(fields)]
+        rest = {k: self._plain(v, join(path, k)) for k, v in tree.items() if k not in ("state", "param_groups")}
+        self._report.restored += len(fields)
+
+        def finish() -> None:
+            values = materialise(states, self._values)
+            groups = materialise(bound, self._values)
+            if view.plain:
+                _set_state(view, values)
+                apply_groups(view, groups)
+            else:
+                load_packed(view, {"state": values, **materialise(rest, self._values)}, groups)
+
+        self._finish.append(finish)
+        return optimizer
+
+    def _bind_parameter_state(self, view: OptimizerView, name: str, node: Any, group: dict[str, Any], path: str) -> Any:
+        """State of one parameter: into the tensors that are there, or into new ones placed like the parameter."""
+        parameter = view.parameters[name]
+        live = view.optimizer.state.get(parameter, {}) if view.plain else {}
+        if not isinstance(node, dict):
+            return self._plain(node, path)
+        made = {}
+        for key, item in node.items():
+            below = join(path, key)
+            if type(item) is not TensorRef:
+                made[key] = self._plain(item, below)
+                continue
+            device = view.placed(name, item, group, node)
+            there = live.get(key)
+            if isinstance(there, torch.Tensor) and _fits(there, item, parameter, device):
+                made[key] = self._bind_tensor(there, item, below)
+            else:
+                made[key] = item
+                if self._add(below, _state_like(parameter, item, device), item, fresh=True):
+                    self._report.restored += 1
+        return made
+
+
+def materialise(tree: Any, values: Mapping[str, Any]) -> Any:
+    """The tree with tensors for references and torch's own values for their texts."""
+    kind = type(tree)
+    if kind is TensorRef:
+        value = values[tree.key]
+        return value.numpy() if tree.form == "array" else value
+    if kind in (dict, OrderedDict, defaultdict):
+        items = ((key, materialise(item, values)) for key, item in tree.items())
+        return defaultdict(tree.default_factory, items) if kind is defaultdict else kind(items)
+    if kind in (list, tuple, deque):
+        walked = [materialise(item, values) for item in tree]
+        return deque(walked, tree.maxlen) if kind is deque else kind(walked)
+    if kind is TorchValue:
+        if tree.kind == "size":
+            return torch.Size(int(part) for part in tree.text.split(",") if part)
+        return torch.device(tree.text) if tree.kind == "device" else torch_dtype(tree.text)
+    if kind is ObjectNode:
+        return materialise(tree.tree, values)
+    return tree
+
+
+def _set_state(view: OptimizerView, values: dict[Any, Any]) -> None:
+    """Gives every parameter exactly the state that was saved for it, and none where none was."""
+    state = view.optimizer.state
+    for name, parameter in view.parameters.items():
+        if name in values:
+            if isinstance(values[name], dict) and isinstance(state.get(parameter), dict):
+                state[parameter].clear()
+                state[parameter].update(values[name])
+            else:
+                state[parameter] = values[name]
+        else:
+            state.pop(parameter, None)
+    for key, value in values.items():
+        if key not in view.parameters:
+            state[key] = value
+
+
+def _state_like(parameter: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
+    """New memory for a state tensor: shaped like the parameter where it has its shape, whole otherwise."""
+    dtype = torch_dtype(ref.dtype)
+    if tuple(parameter.shape) == ref.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
+    if is_dtensor(parameter) and ref.form == "dtensor":
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        whole = torch.empty(ref.shape, dtype=dtype, device=device)
+        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return torch.empty(ref.shape, dtype=dtype, device=device)
+
+
+def _fits(live: torch.Tensor, ref: TensorRef, parameter: torch.Tensor, device: torch.device) -> bool:
+    same = tuple(live.shape) == ref.shape and live.dtype == torch_dtype(ref.dtype) and live.device == device
+    return same and (is_dtensor(live) or not is_dtensor(parameter) or tuple(parameter.shape) != ref.shape)
+
+
+def _writable(local: torch.Tensor) -> bool:
+    repeated = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
+    return not repeated and not local.is_conj() and not local.is_neg()
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    local: Any = tensor
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            local = local.to_local()
+    try:
+        return int(local.data_ptr())
+    except RuntimeError:
+        return -1
+
+
+def _child(target: Any, key: Any) -> Any:
+    if isinstance(target, Mapping):
+        return target.get(key, _ABSENT)
+    if isinstance(target, list | tuple) and isinstance(key, int) and key < len(target):
+        return target[key]
+    return _ABSENT
+
+
+def _has_tensors(tree: Any) -> bool:
+    if type(tree) is TensorRef:
+        return True
+    if isinstance(tree, Mapping):
+        return any(_has_tensors(item) for item in tree.values())
+    return isinstance(tree, list | tuple | deque) and any(_has_tensors(item) for item in tree)
+
+
+def _assign(state: Any, name: str, value: Any) -> None:
+    if hasattr(state, "replace_value"):
+        state.replace_value(name, value)
+    else:
+        state[name] = value

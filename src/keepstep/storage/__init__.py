@@ -1,0 +1,1 @@
+"""Where steps are kept: the storage contract and its implementations. No torch, no knowledge of checkpoints."""

@@ -1,0 +1,182 @@
+"""The storage contract: seven methods, no rename, no flags. ``keepstep.check.contract`` tests any implementation of it.
+
+Names are relative, ``/``-separated, and never leave the root (``check_name``). A blob is absent or whole: what was not
+committed is not visible under its name. What ``commit``, ``put`` and ``put_new`` wrote is durable when they return.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from keepstep.errors import CorruptError, UsageError
+
+__all__ = ["Blob", "Storage", "Subfolder", "Upload", "check_name", "read_blob"]
+
+Buffer = memoryview
+
+
+class Upload(ABC):
+    """A blob being written. Leaving the with-block without ``commit`` leaves nothing under the name."""
+
+    @abstractmethod
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Writes all of ``data`` at ``offset`` bytes. Any thread; several at once for ranges that do not overlap.
+
+        The buffer is the caller's again when this returns.
+        """
+
+    @abstractmethod
+    def commit(self, size_bytes: int) -> None:
+        """Makes the blob durable and visible with exactly ``size_bytes``; bytes written beyond are cut off."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up what was not committed. Idempotent; never raises for a blob that was committed."""
+
+    def __enter__(self) -> Self:
+        """The upload itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+
+class Blob(ABC):
+    """A committed blob, open for reading."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def read_into(self, offset: int, buffer: Buffer) -> None:
+        """Fills all of ``buffer`` from ``offset`` bytes. Any thread, several at once.
+
+        Raises:
+            CorruptError: the blob ends before the buffer is full.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases what the blob holds. Idempotent."""
+
+    def __enter__(self) -> Self:
+        """The blob itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+
+class Storage(ABC):
+    """A place for blobs below one root. Every method may be called from any thread; errors are StorageError."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """What a person would call this place, for messages and comparison between ranks."""
+
+    @abstractmethod
+    def create(self, name: str, size_hint_bytes: int) -> Upload:
+        """Starts writing a new blob under a name that nobody else writes."""
+
+    @abstractmethod
+    def open(self, name: str) -> Blob:
+        """Opens a committed blob. Raises StorageError with errno ENOENT when it is absent."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a small blob whole, replacing what was there: readers see the old or the new one, never a mixture."""
+
+    @abstractmethod
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Writes a small blob whole unless the name is taken; False when it is. Of many callers exactly one gets True."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(name, size in bytes) of every blob below the folder ``prefix`` ("" for all), in any order."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """The names of the folders directly below the root, in any order; cheap even when they hold many blobs."""
+
+    @abstractmethod
+    def delete(self, names: list[str]) -> None:
+        """Removes blobs; those already gone are no error. Folders left empty may go too."""
+
+
+class Subfolder(Storage):
+    """A folder of another storage as a storage of its own."""
+
+    def __init__(self, parent: Storage, folder: str) -> None:
+        self._parent = parent
+        self._prefix = f"{check_name(folder)}/"
+
+    @property
+    def url(self) -> str:
+        """The parent's, and the folder."""
+        return f"{self._parent.url}/{self._prefix[:-1]}"
+
+    def create(self, name: str, size_hint_bytes: int) -> Upload:
+        """See Storage."""
+        return self._parent.create(self._prefix + name, size_hint_bytes)
+
+    def open(self, name: str) -> Blob:
+        """See Storage."""
+        return self._parent.open(self._prefix + name)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See Storage."""
+        self._parent.put(self._prefix + name, data)
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """See Storage."""
+        return self._parent.put_new(self._prefix + name, data)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See Storage."""
+        cut = len(self._prefix)
+        return ((name[cut:], size) for name, size in self._parent.list((self._prefix + prefix).rstrip("/")))
+
+    def folders(self) -> list[str]:
+        """See Storage."""
+        return sorted({name.split("/", 1)[0] for name, _ in self.list("") if "/" in name})
+
+    def delete(self, names: list[str]) -> None:
+        """See Storage."""
+        self._parent.delete([self._prefix + name for name in names])
+
+
+def check_name(name: str) -> str:
+    """The name, proved to stay below the root.
+
+    Raises:
+        UsageError: an absolute name, ``..``, an empty segment, a backslash or a NUL.
+    """
+    parts = name.split("/")
+    if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise UsageError(f"{name!r} is not a name inside the storage")
+    return name
+
+
+def read_blob(storage: Storage, name: str, limit_bytes: int) -> bytes:
+    """All of a small blob.
+
+    Raises:
+        CorruptError: it is larger than ``limit_bytes``, so it cannot be what is looked for; nothing was allocated.
+        StorageError: it is absent or cannot be read.
+    """
+    with storage.open(name) as blob:
+        if blob.size_bytes > limit_bytes:
+            raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; at most {limit_bytes:,} are possible")
+        data = bytearray(blob.size_bytes)
+        if data:
+            blob.read_into(0, memoryview(data))
+        return bytes(data)
