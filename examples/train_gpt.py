@@ -313,7 +313,7 @@ def main() -> None:
         state = ks.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
         # (2) Say where it is kept, how often, and how much of it.
         with ks.Checkpointer(
-            options.run, state, every=ks.Every(steps=options.save_every), keep=ks.Keep(last=3)
+            options.checkpoints, state, every=ks.Every(steps=options.save_every), keep=ks.Keep(last=3)
         ) as checkpoints:
             # (3) Go on from the newest good step. A fresh run starts at 0.
             checkpoints.restore()
@@ -335,7 +335,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--run", type=Path, default=Path("runs/gpt"), help="where checkpoints go")
+    add("--checkpoints", type=Path, default=Path("runs/gpt"), help="where checkpoints go")
     add("--parallel", choices=("none", "ddp", "fsdp", "tp"), default="none")
     add("--steps", type=int, default=200, help="how long the whole training is; the learning rate follows it")
     add("--stop-after", type=int, help="end this process earlier, as a job's time limit would")
