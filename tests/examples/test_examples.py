@@ -54,16 +54,14 @@ def trace(path) -> dict[int, dict]:
 
 @pytest.mark.parametrize(("parallel", "ranks"), [("none", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2)])
 def test_a_resumed_run_equals_the_one_that_did_not_stop(parallel, ranks, tmp_path):
-    kind = ["--parallel", parallel, "--steps", 6]
+    kind = ["--parallel", parallel, "--steps", 4]
     train(ranks, *kind, "--checkpoints", tmp_path / "whole", "--trace", tmp_path / "whole.jsonl")
-    for until in (2, 4, 6):
+    for until in (2, 4):
         # The same schedule, stopped early: the process ends right after a save.
-        stop = ["--stop-after", until]
-        said = train(ranks, *kind, *stop, "--checkpoints", tmp_path / "parts", "--trace", tmp_path / f"{until}.jsonl")
+        part = ["--stop-after", until, "--checkpoints", tmp_path / "parts", "--trace", tmp_path / f"{until}.jsonl"]
+        said = train(ranks, *kind, *part)
         assert re.search(r"starting at step (\d+)", said)[1] == str(until - 2)
-    whole = trace(tmp_path / "whole.jsonl")
-    parts = trace(tmp_path / "2.jsonl") | trace(tmp_path / "4.jsonl") | trace(tmp_path / "6.jsonl")
-    assert parts == whole
+    assert trace(tmp_path / "2.jsonl") | trace(tmp_path / "4.jsonl") == trace(tmp_path / "whole.jsonl")
 
 
 def test_a_run_changes_its_layout_at_every_start(tmp_path):
@@ -122,7 +120,6 @@ def test_the_demo_sees_missing_steps():
     assert not compare("", {**whole, 7: whole[6]}, "", whole, first=4, exact=True).holds
 
 
-@pytest.mark.case(72)
 def test_the_demo_holds():
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples/demo.py")], capture_output=True, text=True, timeout=280, check=False
