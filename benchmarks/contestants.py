@@ -9,7 +9,6 @@ promises the same thing.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -168,18 +167,9 @@ def _gather_over_gloo(data: object, _group: object = None) -> dict[int, object]:
     return dict(enumerate(values))
 
 
-def keepstep_if_there(context: Context) -> list[Contestant]:
-    """Keepstep, or nothing while it is not installed in this environment."""
-    if importlib.util.find_spec("keepstep") is None or not _has_save():
-        context.note("  keepstep is not installed here: only the peers are measured")
-        return []
-    return [Keepstep(context)]
-
-
-def _has_save() -> bool:
-    import keepstep
-
-    return hasattr(keepstep, "save")
+def ourselves(context: Context) -> list[Contestant]:
+    """keepstep, unless only the peers were asked for."""
+    return [] if context.peers_only else [Keepstep(context)]
 
 
 # --------------------------------------------------------------------------------------- states

@@ -102,6 +102,7 @@ class Context:
     directory: Path
     quick: bool
     rounds: int
+    peers_only: bool = False
     rank: int = 0
     world: int = 1
 
@@ -187,6 +188,7 @@ def run_question(stages: Mapping[str, tuple[int, Stage]], argv: Sequence[str] | 
     parser.add_argument("--quick", action="store_true", help="smaller sizes; not for bars")
     parser.add_argument("--rounds", type=int, default=0, help="counted rounds (default 5; quick 3)")
     parser.add_argument("--dir", type=Path, default=REPOSITORY, help="where files are written")
+    parser.add_argument("--peers-only", action="store_true", help="leave keepstep out")
     parser.add_argument("--only", action="append", choices=list(stages), help="only this stage")
     parser.add_argument("--stage", choices=list(stages), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -215,7 +217,7 @@ def _launch(name: str, ranks: int, directory: Path, args: argparse.Namespace) ->
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(Path(sys.argv[0]).resolve()), "--stage", name, "--out", str(out)]
     command += ["--dir", str(directory), "--rounds", str(args.rounds)]
-    command += ["--quick"] if args.quick else []
+    command += ["--quick"] * args.quick + ["--peers-only"] * args.peers_only
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
     return [Result(**each) for each in json.loads(out.read_text())]
@@ -225,7 +227,7 @@ def _run_stage(stage: Stage, args: argparse.Namespace) -> None:
     """Inside a stage's process: join the ranks, work, and leave the results in a file."""
     warnings.simplefilter("ignore")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    context = Context(args.dir, args.quick, args.rounds, rank, world)
+    context = Context(args.dir, args.quick, args.rounds, args.peers_only, rank, world)
     if world > 1:
         import torch.distributed as dist
 

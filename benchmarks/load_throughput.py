@@ -17,8 +17,8 @@ from contestants import (
     TorchSave,
     check,
     clear,
-    keepstep_if_there,
     make_state,
+    ourselves,
     size_of,
 )
 from harness import (
@@ -49,7 +49,7 @@ def load(context: Context) -> list[Result]:
     raw.calibrate_write(context.directory, rounds=1)
     contestants: list[Contestant] = [
         raw,
-        *keepstep_if_there(context),
+        *ourselves(context),
         Dcp(context),
         TorchCheckpointing(context),
         TorchSave(context),

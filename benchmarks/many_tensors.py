@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 
 import torch
-from contestants import Contestant, Dcp, TorchCheckpointing, TorchSave, check, clear, keepstep_if_there, make_state
+from contestants import Contestant, Dcp, TorchCheckpointing, TorchSave, check, clear, make_state, ourselves
 from harness import Bar, Context, Entry, Result, bring_into_page_cache, median_ratio, play, remove, result, run_question
 
 SAVE_BAR = Bar("<=", 0.8)
@@ -33,7 +33,7 @@ def many(context: Context) -> list[Result]:
     yardstick = TorchAlone(context)
     contestants: list[Contestant] = [
         yardstick,
-        *keepstep_if_there(context),
+        *ourselves(context),
         TorchSave(context),
         TorchCheckpointing(context, items=1),
         Dcp(context),

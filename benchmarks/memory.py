@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from contestants import Contestant, Dcp, Keepstep, TorchCheckpointing, TorchSave, keepstep_if_there, make_state, size_of
+from contestants import Contestant, Dcp, Keepstep, TorchCheckpointing, TorchSave, make_state, size_of
 from harness import GIB, MIB, Bar, Context, Result, result, run_question
 
 CONTESTANTS: dict[str, Callable[[Context], Contestant]] = {
@@ -24,7 +24,7 @@ CONTESTANTS: dict[str, Callable[[Context], Contestant]] = {
 
 def measure(who: str, context: Context) -> list[Result]:
     """Save and load one state and report the peaks."""
-    if who == "keepstep" and not keepstep_if_there(context):
+    if who == "keepstep" and context.peers_only:
         return []
     contestant = CONTESTANTS[who](context)
     tiny = make_state(context, tensors=2, rows=8, columns=128)

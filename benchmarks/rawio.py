@@ -49,6 +49,9 @@ COLD_SETTINGS = [
 ]
 
 
+CALIBRATION_BYTES = 512 * MIB
+
+
 class RawLimit:
     """A contestant that moves as many bytes as the state has, and nothing else."""
 
@@ -68,8 +71,11 @@ class RawLimit:
 
     def save(self, path: Path, _state: object = None) -> None:
         """Write this rank's bytes, durably, in the calibrated way."""
+        self._save(path, self.memory)
+
+    def _save(self, path: Path, memory: memoryview) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        _write(self._file(path), self.memory, self.writing)
+        _write(self._file(path), memory, self.writing)
         fsync_directory(path)
 
     def load(self, path: Path, _state: object = None) -> None:
@@ -77,28 +83,29 @@ class RawLimit:
         _read(self._file(path), self.memory, self.reading)
 
     def calibrate_write(self, directory: Path, rounds: int = 3) -> None:
-        """Choose the fastest way to write."""
+        """Choose the fastest way to write, by writing a part of the bytes."""
         path = directory / "raw-calibration"
+        part = self.memory[: CALIBRATION_BYTES // self.context.world]
 
         def attempt(setting: Setting) -> float:
             self.writing = setting
-            seconds = self.context.timed(lambda: self.save(path))
+            seconds = self.context.timed(lambda: self._save(path, part))
             self._tidy(path)
             return seconds
 
-        self.writing = self._best("write", WRITE_SETTINGS, attempt, rounds)
+        self.writing = self._best("write", WRITE_SETTINGS, attempt, rounds, len(part))
 
     def calibrate_read(self, path: Path, *, cold: bool, rounds: int = 3) -> Setting:
         """Choose the fastest way to read what `save` left at `path`."""
 
         def attempt(setting: Setting) -> float:
-            self.reading = setting
             if cold:
                 drop_from_page_cache(self._file(path))
-            return self.context.timed(lambda: self.load(path))
+            return self.context.timed(lambda: _read(self._file(path), part, setting))
 
+        part = self.memory[: (CALIBRATION_BYTES if cold else self.size) // self.context.world]
         settings = COLD_SETTINGS if cold else WARM_SETTINGS
-        return self._best("cold read" if cold else "warm read", settings, attempt, rounds)
+        return self._best("cold read" if cold else "warm read", settings, attempt, rounds, len(part))
 
     def _best(
         self,
@@ -106,6 +113,7 @@ class RawLimit:
         settings: Sequence[Setting],
         attempt: Callable[[Setting], float],
         rounds: int,
+        size: int,
     ) -> Setting:
         seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
         for _ in range(rounds):
@@ -113,7 +121,7 @@ class RawLimit:
                 seconds[setting].append(attempt(setting))
         medians = {setting: statistics.median(each) for setting, each in seconds.items()}
         best = min(medians, key=medians.__getitem__)
-        rate = self.context.world * self.size / medians[best] / GIB
+        rate = self.context.world * size / medians[best] / GIB
         self.context.note(f"  raw {what}: {rate:.2f} GiB/s with {best}")
         return best
 

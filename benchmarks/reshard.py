@@ -16,8 +16,8 @@ from contestants import (
     TorchCheckpointing,
     check,
     clear,
-    keepstep_if_there,
     make_state,
+    ourselves,
     size_of,
 )
 from harness import (
@@ -139,7 +139,7 @@ def _bytes_asked_for() -> int:
 
 def _contestants(context: Context) -> list[Contestant]:
     return [
-        *keepstep_if_there(context),
+        *ourselves(context),
         Dcp(context),
         TorchCheckpointing(context, reshard=True),
     ]

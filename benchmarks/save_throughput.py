@@ -12,8 +12,8 @@ from contestants import (
     Dcp,
     TorchCheckpointing,
     TorchSave,
-    keepstep_if_there,
     make_state,
+    ourselves,
     size_of,
 )
 from harness import GIB, Bar, Context, Entry, Result, median_ratio, play, remove, result, run_question
@@ -30,7 +30,7 @@ def save(context: Context) -> list[Result]:
     raw.calibrate_write(context.directory)
     contestants: list[Contestant] = [
         raw,
-        *keepstep_if_there(context),
+        *ourselves(context),
         Dcp(context),
         Dcp(context, threads=2),
         TorchCheckpointing(context),
