@@ -12,6 +12,8 @@ import pytest
 
 from tests.helpers.ranks import RankPool
 
+pytest.register_assert_rewrite("keepstep.check.contract")
+
 SEED = int(os.environ.get("KEEPSTEP_TEST_SEED", "0"))
 
 hypothesis.settings.register_profile(

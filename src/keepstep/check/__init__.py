@@ -1,0 +1,1 @@
+"""Proof: what any storage must do, and whether a step at rest is what was written."""
