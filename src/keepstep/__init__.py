@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from keepstep.checkpointer import Checkpointer, Every, LoadReport, Saved, load, open, save
     from keepstep.checkpointer.opened import Checkpoint
     from keepstep.commit.retention import Keep
-    from keepstep.format.objects import register
+    from keepstep.format.registry import register
     from keepstep.state import TrainState, per_rank, sharded
     from keepstep.storage.local import LocalStorage
     from keepstep.storage.memory import MemoryStorage
@@ -53,7 +53,7 @@ _HOMES = {
     "load": "keepstep.checkpointer",
     "open": "keepstep.checkpointer",
     "per_rank": "keepstep.state",
-    "register": "keepstep.format.objects",
+    "register": "keepstep.format.registry",
     "save": "keepstep.checkpointer",
     "sharded": "keepstep.state",
 }

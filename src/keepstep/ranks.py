@@ -10,11 +10,13 @@ Works beside NCCL and without it; no message depends on the trainer's groups or 
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import threading
 import time
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -48,59 +50,64 @@ class _Verdict(msgspec.Struct):
 
 
 class Ranks:
-    """The ranks of the job, as one of them sees it. Use it on the thread that made it: the training thread."""
+    """The ranks of the job, as one of them sees it. Use it on the thread that made it: the training thread.
+
+    ``leads`` is True on the coordinator, rank 0.
+    """
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
         self.rank = rank
         self.world = world
         self._store = store
         self._thread = threading.get_ident()
+        self.leads = rank == 0
 
     @classmethod
-    def current(cls) -> Self:
+    def current(cls) -> Ranks:
         """The ranks of torch's default process group, or one rank alone when there is none. Not collective."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, None)
-        store = dist.distributed_c10d._get_default_store()
-        try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(RuntimeError):
             # A connection of our own: a long wait on the shared one would block whoever else uses it.
             store = store.clone()
-        except RuntimeError:
-            pass
         return cls(dist.get_rank(), dist.get_world_size(), store)
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is the coordinator, rank 0."""
-        return self.rank == 0
+    @contextlib.contextmanager
+    def phase(self, call: str, deadline_s: float = DEADLINE_S) -> Iterator[Phase]:
+        """A phase as a with-block; ``call`` must be the same text on every rank. Collective.
 
-    def phase(self, call: str, deadline_s: float = DEADLINE_S) -> Phase:
-        """Begins a phase; ``call`` must be the same text on every rank. Collective.
+        An exception in the block is told to the other ranks, and raised here.
 
         Raises:
             UsageError: called on another thread than the one that made this object.
         """
         if threading.get_ident() != self._thread:
             raise UsageError("ranks may only talk on the training thread; this is another one")
-        return Phase(self, call, deadline_s)
-
-
-class Phase:
-    """One question and one answer, as a with-block: ``gather`` first, then ``broadcast``."""
-
-    def __init__(self, ranks: Ranks, call: str, deadline_s: float) -> None:
-        self._ranks = ranks
-        self._call = call
-        self._deadline_s = deadline_s
-        self._posted = self._announced = False
-        self._began = time.monotonic()
         # The count lives in the store, by rank, so that it outlasts this object and both ends stay in step.
-        self._number = 0 if ranks.world == 1 else ranks._store.add(f"keepstep/at/{ranks.rank}", 1)
+        number = 0 if self.world == 1 else self._store.add(f"keepstep/at/{self.rank}", 1)
+        phase = Phase(self.rank, self.world, self._store, call, deadline_s, number)
+        try:
+            yield phase
+        except BaseException as err:
+            if self.world > 1:
+                phase.tell(err)
+            raise
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._ranks.rank
+
+@dataclass(slots=True)
+class Phase:
+    """One question and one answer: ``gather`` first, then ``broadcast``."""
+
+    rank: int
+    world: int
+    _store: Any
+    _call: str
+    _deadline_s: float
+    _number: int
+    _posted: bool = False
+    _announced: bool = False
+    _began: float = field(default_factory=time.monotonic)
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Posts this rank's data. On the coordinator, returns everybody's, by rank; elsewhere None at once.
@@ -110,13 +117,12 @@ class Phase:
             RankFailedError: ranks that reported an error.
             MismatchError: ranks that are in another call.
         """
-        ranks = self._ranks
-        if ranks.world == 1:
+        if self.world == 1:
             return [data]
         self._post(_Report(self._call, data))
-        if not ranks.leads:
+        if self.rank != 0:
             return None
-        keys = [self._key(rank) for rank in range(ranks.world)]
+        keys = [self._key(rank) for rank in range(self.world)]
         self._wait_all(keys)
         reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in self._get_all(keys)]
         failures = {rank: report.error for rank, report in enumerate(reports) if report.error}
@@ -138,10 +144,10 @@ class Phase:
             CommitTimeoutError: no answer before the deadline.
             CheckpointError: what made the phase fail, as the coordinator saw it.
         """
-        ranks = self._ranks
-        if ranks.leads:
+        if self.rank == 0:
             answer = data if data is not None else b""
-            self._announce(_Verdict(answer))
+            if self.world > 1:
+                self._announce(_Verdict(answer))
             return answer
         left = self._left_s() + GRACE_S
         key = self._key("verdict")
@@ -149,28 +155,22 @@ class Phase:
             text = f"gave up after {self._deadline_s:g} s: rank 0, the coordinator, did not answer"
             self._post(_Report(self._call, error=text))
             raise CommitTimeoutError(
-                f"{self._call}: rank {ranks.rank} {text}. Whether rank 0 finished is not known here; only committed"
+                f"{self._call}: rank {self.rank} {text}. Whether rank 0 finished is not known here; only committed"
                 " steps exist",
                 (0,),
             )
-        verdict = msgspec.msgpack.decode(ranks._store.get(key), type=_Verdict)
+        verdict = msgspec.msgpack.decode(self._store.get(key), type=_Verdict)
         self._announced = True
         if verdict.code:
             raise _rebuilt(verdict)
         return verdict.data
 
-    def __enter__(self) -> Self:
-        """The phase itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Tells the other ranks what went wrong here, if anything did."""
-        if error is None or self._ranks.world == 1 or self._announced:
+    def tell(self, error: BaseException) -> None:
+        """Tells the other ranks what went wrong here, unless the phase is decided already."""
+        if self._announced:
             return
         try:
-            if self._ranks.leads:
+            if self.rank == 0:
                 self._announce(_verdict_of(error, self._call))
             elif not self._posted:
                 self._post(_Report(self._call, error=_text(error)))
@@ -185,24 +185,23 @@ class Phase:
         return max(0.0, self._deadline_s - (time.monotonic() - self._began))
 
     def _post(self, report: _Report) -> None:
-        self._ranks._store.set(self._key(self._ranks.rank), msgspec.msgpack.encode(report))
+        self._store.set(self._key(self.rank), msgspec.msgpack.encode(report))
         self._posted = True
 
     def _announce(self, verdict: _Verdict) -> None:
         self._announced = True
-        if self._ranks.world > 1:
-            self._ranks._store.set(self._key("verdict"), msgspec.msgpack.encode(verdict))
+        self._store.set(self._key("verdict"), msgspec.msgpack.encode(verdict))
 
     def _wait(self, key: str, seconds: float) -> bool:
         try:
-            self._ranks._store.wait([key], dt.timedelta(seconds=max(seconds, 0.001)))
+            self._store.wait([key], dt.timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
-            return self._ranks._store.check([key])
+            return bool(self._store.check([key]))
         return True
 
     def _wait_all(self, keys: list[str]) -> None:
         """Waits for every report, but not longer once one of them is an error: the rest would wait for nothing."""
-        store = self._ranks._store
+        store = self._store
         pause_s = 0.05
         while True:
             seconds = min(self._left_s(), pause_s)
@@ -216,7 +215,7 @@ class Phase:
                 if self._left_s() > 0:
                     pause_s = min(pause_s * 2, 2.0)
                     continue
-                missing = [rank for rank in range(self._ranks.world) if rank not in here]
+                missing = [rank for rank in range(self.world) if rank not in here]
                 raise CommitTimeoutError(
                     f"{self._call}: {_numbers(missing)} did not arrive within {self._deadline_s:g} s"
                     f" (arrived: {', '.join(map(str, here))}). Nothing of this call was committed",
@@ -225,18 +224,18 @@ class Phase:
             return
 
     def _error_of(self, key: str) -> str:
-        return msgspec.msgpack.decode(self._ranks._store.get(key), type=_Report).error
+        return msgspec.msgpack.decode(self._store.get(key), type=_Report).error
 
     def _get_all(self, keys: list[str]) -> list[bytes]:
-        store = self._ranks._store
+        store = self._store
         if store.has_extended_api():
             return list(store.multi_get(keys))
         return [store.get(key) for key in keys]
 
     def _forget_previous(self) -> None:
         """Whoever reports in this phase has read the verdict of the last one: its keys are of no more use."""
-        for what in (*range(self._ranks.world), "verdict"):
-            self._ranks._store.delete_key(f"keepstep/{self._number - 1}/{what}")
+        for what in (*range(self.world), "verdict"):
+            self._store.delete_key(f"keepstep/{self._number - 1}/{what}")
 
 
 def _numbers(ranks: list[int]) -> str:

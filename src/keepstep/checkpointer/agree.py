@@ -6,35 +6,60 @@ theirs once, and only one rank of each kind does.
 
 from __future__ import annotations
 
-import errno
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.errors import MismatchError, StepExistsError, StorageError
-from keepstep.format.manifest import MANIFEST_NAME
+from keepstep.errors import MismatchError, StepExistsError
+from keepstep.format.layout import Structure, fingerprint
+from keepstep.format.manifest import MANIFEST_NAME, Lineage
 from keepstep.format.objects import decode, encode
 from keepstep.format.shardfile import digest
-from keepstep.format.structure import Structure, fingerprint
 from keepstep.plan.save_plan import assign_writers, merge_structures, world_fingerprint
-from keepstep.ranks import Phase, Ranks
+from keepstep.ranks import DEADLINE_S, Phase, Ranks
 from keepstep.state.capture import Snapshot
 from keepstep.state.merge import merge_trees
 from keepstep.storage.base import Storage
 
-__all__ = ["Agreement", "agree"]
+__all__ = ["Agreement", "Attempt", "KnownPlan", "agree"]
+
+
+class KnownPlan(msgspec.Struct, frozen=True):
+    """A plan and the fingerprint of the structure it is for: while that does not change, neither does the plan."""
+
+    fingerprint: str
+    stored: Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder."""
+
+    step: int
+    lineage: Lineage
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    replace: bool = False
+    root: Storage | None = None
+    known: KnownPlan | None = None
+    deadline_s: float = DEADLINE_S
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The plan all ranks follow. ``live_index`` is None when stored and live tensors have the same order."""
+    """The plan all ranks follow. ``live_index`` is None when stored and live tensors have the same order.
+
+    ``leftovers`` (on the coordinator) are names that were in the step's folder before this attempt.
+    """
 
     save_id: str
-    fingerprint: str
-    stored: Structure
+    step: int
+    plan: KnownPlan
     tree: bytes
+    aliases: Mapping[str, str]
     live_index: dict[str, int] | None
+    leftovers: tuple[str, ...]
 
 
 class _Entry(msgspec.Struct):
@@ -53,18 +78,10 @@ class _Answer(msgspec.Struct):
 class _Told(msgspec.Struct):
     structure: Structure
     tree: bytes
+    aliases: dict[str, str]
 
 
-def agree(
-    phase: Phase,
-    ranks: Ranks,
-    storage: Storage,
-    snapshot: Snapshot,
-    *,
-    step: int,
-    replace: bool,
-    known: tuple[str, Structure] | None,
-) -> Agreement:
+def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, attempt: Attempt) -> Agreement:
     """The plan for this save. Collective: one gather and one answer, and another pair when ranks differ.
 
     Raises:
@@ -72,50 +89,46 @@ def agree(
         StepExistsError: a step is committed there and may not be replaced.
     """
     mine = fingerprint(snapshot.structure)
-    entry = _Entry(storage.url, step, mine, f"{digest(snapshot.tree):016x}")
+    entry = _Entry(storage.url, attempt.step, mine, f"{digest(snapshot.tree):016x}")
     posted = phase.gather(msgspec.msgpack.encode(entry))
     answer = b""
+    leftovers: tuple[str, ...] = ()
     if posted is not None:
-        entries = [msgspec.msgpack.decode(raw, type=_Entry) for raw in posted]
-        _compare(entries)
-        if not replace and _committed(storage):
+        decided = _decide([msgspec.msgpack.decode(raw, type=_Entry) for raw in posted])
+        leftovers = tuple(name for name, _ in storage.list("") if name != MANIFEST_NAME or not attempt.replace)
+        if MANIFEST_NAME in leftovers:
             raise StepExistsError(f"{storage.url} is already committed; it was left as it is, nothing was written")
-        answer = msgspec.msgpack.encode(_answer(entries))
+        answer = msgspec.msgpack.encode(decided)
     reply = msgspec.msgpack.decode(phase.broadcast(answer), type=_Answer)
-    if known is not None and known[0] == reply.fingerprint and not reply.speakers:
-        return Agreement(reply.save_id, reply.fingerprint, known[1], snapshot.tree, _index(known[1], snapshot))
-    if not reply.speakers:
-        stored = assign_writers(snapshot.structure, ranks.world)
-        return Agreement(reply.save_id, reply.fingerprint, stored, snapshot.tree, None)
-    stored, tree = _speak(ranks, snapshot, reply, mine)
-    return Agreement(reply.save_id, reply.fingerprint, stored, tree, _index(stored, snapshot))
+    known, told = attempt.known, _Told(snapshot.structure, snapshot.tree, snapshot.aliases)
+    if reply.speakers:
+        told = _speak(ranks, told, reply, mine)
+        known = KnownPlan(reply.fingerprint, told.structure)
+    elif known is None or known.fingerprint != reply.fingerprint:
+        known = KnownPlan(reply.fingerprint, assign_writers(snapshot.structure, ranks.world))
+    live = snapshot.structure.tensors
+    index = None
+    if len(live) != len(known.stored.tensors) or any(
+        a.key != b.key for a, b in zip(live, known.stored.tensors, strict=True)
+    ):
+        index = {spec.key: position for position, spec in enumerate(live)}
+    return Agreement(reply.save_id, attempt.step, known, told.tree, told.aliases, index, leftovers)
 
 
-def _compare(entries: list[_Entry]) -> None:
-    """Path and step must be the same everywhere: a rank that computed its own would be missed only at the next restore."""
-    problems = []
-    for rank, entry in enumerate(entries):
-        if (entry.url, entry.step) != (entries[0].url, entries[0].step):
-            problems.append(f"rank {rank}: step {entry.step} in {entry.url}")
-    if problems:
-        first = f"rank 0: step {entries[0].step} in {entries[0].url}"
-        raise MismatchError(
-            "ranks save different steps or to different places; nothing was written:", [first, *problems]
-        )
+def _decide(entries: list[_Entry]) -> _Answer:
+    """The answer to all ranks, and who has to speak: the first rank of each kind, when there is more than one kind.
 
-
-def _committed(storage: Storage) -> bool:
-    try:
-        storage.open(MANIFEST_NAME).close()
-    except StorageError as err:
-        if err.errno in (errno.ENOENT, errno.ENOTDIR):
-            return False
-        raise
-    return True
-
-
-def _answer(entries: list[_Entry]) -> _Answer:
-    """Who has to speak: the first rank of each kind, when there is more than one kind."""
+    Path and step must be the same everywhere: a rank that computed its own would be missed only at the next restore.
+    """
+    first = entries[0]
+    others = [
+        f"rank {rank}: step {entry.step} in {entry.url}"
+        for rank, entry in enumerate(entries)
+        if (entry.url, entry.step) != (first.url, first.step)
+    ]
+    if others:
+        lines = [f"rank 0: step {first.step} in {first.url}", *others]
+        raise MismatchError("ranks save different steps or to different places; nothing was written:", lines)
     speakers: dict[tuple[str, str], int] = {}
     for rank, entry in enumerate(entries):
         speakers.setdefault((entry.fingerprint, entry.values), rank)
@@ -123,12 +136,11 @@ def _answer(entries: list[_Entry]) -> _Answer:
     return _Answer(secrets.token_hex(4), world_fingerprint([entry.fingerprint for entry in entries]), chosen)
 
 
-def _speak(ranks: Ranks, snapshot: Snapshot, reply: _Answer, mine: str) -> tuple[Structure, bytes]:
+def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str) -> _Told:
     """Ranks that differ send what they have; the coordinator puts it together and tells everybody."""
     with ranks.phase("compare structures") as phase:
-        kind = f"{mine}{digest(snapshot.tree):016x}".encode()
-        told = msgspec.msgpack.encode(_Told(snapshot.structure, snapshot.tree)) if ranks.rank in reply.speakers else b""
-        posted = phase.gather(kind + told)
+        kind = f"{own_fingerprint}{digest(mine.tree):016x}".encode()
+        posted = phase.gather(kind + (msgspec.msgpack.encode(mine) if ranks.rank in reply.speakers else b""))
         merged = b""
         if posted is not None:
             members: dict[bytes, list[int]] = {}
@@ -140,14 +152,6 @@ def _speak(ranks: Ranks, snapshot: Snapshot, reply: _Answer, mine: str) -> tuple
                 groups.append((tuple(members[posted[rank][:32]]), item))
             live = merge_structures([(members, item.structure) for members, item in groups], ranks.world)
             tree = merge_trees([(members, decode(item.tree)) for members, item in groups])
-            merged = msgspec.msgpack.encode(_Told(assign_writers(live, ranks.world), encode(tree)))
-        both = msgspec.msgpack.decode(phase.broadcast(merged), type=_Told)
-    return both.structure, both.tree
-
-
-def _index(stored: Structure, snapshot: Snapshot) -> dict[str, int] | None:
-    """Where each stored tensor is in this rank's own list; None when the order is the same."""
-    live = snapshot.structure.tensors
-    if len(live) == len(stored.tensors) and all(a.key == b.key for a, b in zip(live, stored.tensors, strict=True)):
-        return None
-    return {spec.key: index for index, spec in enumerate(live)}
+            aliases = {key: first for _, item in groups for key, first in item.aliases.items()}
+            merged = msgspec.msgpack.encode(_Told(assign_writers(live, ranks.world), encode(tree), aliases))
+        return msgspec.msgpack.decode(phase.broadcast(merged), type=_Told)

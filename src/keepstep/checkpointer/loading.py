@@ -1,10 +1,10 @@
 """One load, from a committed step into live objects, on any number of ranks.
 
-    manifest    decided once by the coordinator, the same bytes for everybody
-    bind        saved trees against the target: one error that lists every difference, before anything is changed
-    read        only the bytes this rank needs, every block proved
-    agree       all ranks read everything, or nobody gives anything back
-    finish      plain values, optimizer groups, random number streams, progress
+manifest    decided once by the coordinator, the same bytes for everybody
+bind        saved trees against the target: one error that lists every difference, before anything is changed
+read        only the bytes this rank needs, every block proved
+agree       all ranks read everything, or nobody gives anything back
+finish      plain values, optimizer groups, random number streams, progress
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep.checkpointer.place import Place, storage_of
-from keepstep.checkpointer.rename import Rename, renamed_tree, renamer
-from keepstep.checkpointer.save import OWN_NAME, TREE_NAME
+from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.commit.catalog import check_files, read_manifest
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
-from keepstep.format.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, pack_manifest, parse_manifest
+from keepstep.format.layout import Mesh
+from keepstep.format.manifest import (
+    MANIFEST_NAME,
+    OWN_NAME,
+    STATE_FOLDER,
+    TREE_NAME,
+    Manifest,
+    pack_manifest,
+    parse_manifest,
+)
 from keepstep.format.objects import ObjectNode, RankRef, decode
 from keepstep.move.reader import read_bytes, read_own, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.restore import Binder, ComponentReport, Origin
+from keepstep.state.shard import LayoutTable
 from keepstep.storage.base import Storage
+from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
 __all__ = ["LoadReport", "Options", "found_manifest", "load", "load_step", "read_trees"]
@@ -153,10 +162,9 @@ def load_step(
         with timeline.span("plan"):
             tree, own = read_trees(storage, manifest, ranks.rank)
             origin = Origin(manifest.world_size, manifest.aliases, own)
-            binder = Binder.of(
-                into, origin, rank=ranks.rank, world=ranks.world, strict=options.strict, cast=options.cast
-            )
-            bind_all(binder, into, renamed_tree(tree, renamer(options.rename)), options)
+            table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
+            binder = Binder(table, into, origin, options.strict, options.cast)
+            bind_all(binder, into, tree if options.rename is None else renamed_tree(tree, options.rename), options)
             if binder.mismatches:
                 raise MismatchError(
                     f"step {manifest.step} in {storage.url} (saved on {manifest.world_size} ranks, now {ranks.world})"
@@ -207,7 +215,7 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
         if options.only is not None and name not in options.only:
             binder.reports[name] = ComponentReport(skipped=True)
         elif name in into:
-            binder.bind_component(into, name, node)
+            binder.bind_component(name, node)
         else:
             binder.reports[name] = ComponentReport(unexpected=[name])
             if options.strict:

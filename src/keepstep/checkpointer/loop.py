@@ -13,12 +13,12 @@ from typing import Any, Self
 
 import msgspec
 
-from keepstep.checkpointer.load import LoadReport, Options, found_manifest, load_step
-from keepstep.checkpointer.place import Place, storage_of
-from keepstep.checkpointer.save import Attempt, Saved, save_step
+from keepstep.checkpointer.agree import Attempt, KnownPlan
+from keepstep.checkpointer.loading import LoadReport, Options, found_manifest, load_step
+from keepstep.checkpointer.saving import Saved, save_step
 from keepstep.commit.catalog import Catalog, Found, read_catalog, read_manifest, step_storage
 from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest
-from keepstep.commit.retention import Keep, remove_step, sweep_unfinished, to_remove
+from keepstep.commit.retention import Keep, remove_step, sweep_step, sweep_unfinished, to_remove
 from keepstep.errors import (
     CheckpointError,
     ClosedError,
@@ -30,14 +30,23 @@ from keepstep.errors import (
     StorageError,
     UsageError,
 )
-from keepstep.format.manifest import MANIFEST_NAME, Lineage, Manifest, Parent, pack_manifest, parse_manifest, step_name
+from keepstep.format.manifest import (
+    FORMAT_MAJOR,
+    MANIFEST_NAME,
+    Lineage,
+    Manifest,
+    Parent,
+    pack_manifest,
+    parse_manifest,
+    step_name,
+)
 from keepstep.format.shardfile import digest
-from keepstep.format.structure import Structure
 from keepstep.move.arena import Arena
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.progress import Progress
 from keepstep.state.train_state import TrainState
 from keepstep.storage.base import Storage, read_blob
+from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Checkpointer", "Every", "run_of"]
 
@@ -111,14 +120,16 @@ class Checkpointer:
         self._closed = False
         with self._ranks.phase("start", deadline_s) as phase:
             if not isinstance(state, TrainState):
-                raise UsageError(f"a Checkpointer keeps a TrainState, not a {type(state).__name__}: TrainState(**state)")
+                raise UsageError(
+                    f"a Checkpointer keeps a TrainState, not a {type(state).__name__}: TrainState(**state)"
+                )
             self._root = storage_of(root)
             posted = phase.gather(self._root.url.encode())
             answer = b"" if posted is None else msgspec.json.encode(self._begin(posted))
             start = msgspec.json.decode(phase.broadcast(answer), type=_Start)
         self._lineage = Lineage(start.run, start.incarnation)
         self._arena = Arena()
-        self._known: tuple[str, Structure] | None = None
+        self._known: KnownPlan | None = None
         self._restored_from: Found | None = None
         self._saved_step = -1
         self._failed_step = -1
@@ -219,18 +230,18 @@ class Checkpointer:
         self._check_open()
         step = self._state.progress.step
         place = step_storage(self._root, step)
-        attempt = Attempt(step, self._lineage, self._metrics, self._may_replace(step), self._root)
-        previous, self._failed_step = self._failed_step, step
-        self._clean_up_after(previous)
-        saved, self._known = save_step(
-            self._ranks,
-            place,
-            self._state,
-            attempt,
-            arena=self._arena,
+        attempt = Attempt(
+            step,
+            self._lineage,
+            self._metrics,
+            self._may_replace(step),
+            self._root,
             known=self._known,
             deadline_s=self._deadline_s,
         )
+        previous, self._failed_step = self._failed_step, step
+        self._clean_up_after(previous)
+        saved, self._known = save_step(self._ranks, place, self._state, attempt, self._arena)
         self._failed_step = -1
         self._saved_step = step
         self._due_s = time.monotonic()
@@ -248,7 +259,9 @@ class Checkpointer:
         """The Checkpointer itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Closes it."""
         self.close()
 
@@ -257,13 +270,14 @@ class Checkpointer:
         if len(set(posted)) > 1:
             lines = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted)]
             raise MismatchError("ranks were given different roots; nothing was written:", lines)
-        run = run_of(self._root)
-        if run is None:
-            fresh = {"run": secrets.token_hex(8), "created": time.time(), "format": 1}
-            self._root.put_new(RUN_NAME, msgspec.json.encode(fresh) + b"\n")
-            run = run_of(self._root) or fresh["run"]
+        fresh = secrets.token_hex(8)
+        if run_of(self._root) is None:
+            about = {"run": fresh, "created": time.time(), "format": FORMAT_MAJOR}
+            self._root.put_new(RUN_NAME, msgspec.json.encode(about) + b"\n")
+        # A start that does not restore what is there is another run: it neither replaces nor removes those steps.
+        run = fresh if read_catalog(self._root).steps else run_of(self._root) or fresh
         note = {"host": platform.node(), "world_size": self._ranks.world, "started": time.time()}
-        return _Start(str(run), new_incarnation(self._root, msgspec.json.encode(note) + b"\n"))
+        return _Start(run, new_incarnation(self._root, msgspec.json.encode(note) + b"\n"))
 
     def _choose(self, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...]) -> _Choice:
         """The coordinator's decision, told to all: the newest step that is not known to be damaged."""
@@ -301,12 +315,16 @@ class Checkpointer:
         parent = Parent(lineage.run, lineage.incarnation, manifest.step)
         self._lineage = Lineage(lineage.run, self._lineage.incarnation, parent)
         if manifest.world_size == self._ranks.world:
-            self._known = (manifest.fingerprint, manifest.structure)
+            self._known = KnownPlan(manifest.fingerprint, manifest.structure)
         self._saved_step = manifest.step
         self._due_s = time.monotonic()
         if self._ranks.leads:
             # The new incarnation fences older ones, so what they left unfinished can go.
-            sweep_unfinished(self._root, read_catalog(self._root))
+            catalog = read_catalog(self._root)
+            sweep_unfinished(self._root, catalog)
+            for found in catalog.steps:
+                if not found.damage:
+                    sweep_step(step_storage(self._root, found.step), found.save_id)
 
     def _may_replace(self, step: int) -> bool:
         """Whether a committed step of this number may be replaced: one that this run has left behind by a rollback."""
@@ -383,5 +401,3 @@ def _inventory(catalog: Catalog) -> str:
 
 def _step_of(raw: bytes) -> int:
     return int(msgspec.json.decode(raw, type=dict[str, Any]).get("step", 0))
-
-

@@ -8,20 +8,21 @@ from typing import Any, Self
 
 import torch
 
-from keepstep.checkpointer.load import found_manifest, read_trees
-from keepstep.checkpointer.place import Place, storage_of
+from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import ClosedError, StepNotFoundError
 from keepstep.format.box import whole
+from keepstep.format.layout import Want
 from keepstep.format.manifest import Manifest
 from keepstep.move.reader import read_pieces
-from keepstep.plan.load_plan import Want, find_pieces
-from keepstep.state.restore import materialise
+from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype
+from keepstep.state.values import materialise
+from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Checkpoint", "open"]
 
 
-def open(path: Place) -> Checkpoint:  # noqa: A001  ks.open reads like the builtin on purpose
+def open(path: Place) -> Checkpoint:
     """Opens a committed step for reading in this process. Not collective; reads the manifest only.
 
     Raises:
@@ -129,7 +130,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """The checkpoint itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Closes it."""
         self.close()
 
@@ -142,5 +145,3 @@ class NoSuchKeyError(StepNotFoundError, KeyError):
     """No tensor of that key; also a KeyError, as a mapping's users expect."""
 
     __str__ = StepNotFoundError.__str__
-
-

@@ -7,41 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keepstep.errors import UsageError
-from keepstep.format.keys import join
-from keepstep.format.objects import ObjectNode
+from keepstep.format.objects import ObjectNode, join
 
-__all__ = ["Rename", "renamed_tree", "renamer"]
+__all__ = ["Rename", "renamed_tree"]
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
 
-def renamer(rename: Rename | None) -> Callable[[str], str] | None:
-    """A function from saved keys to target keys; regular expressions are tried in order, the first match wins.
+def renamed_tree(tree: Mapping[str, Any], names: Rename) -> Mapping[str, Any]:
+    """The tree with new names for parameters and buffers, in modules and in the optimizers that speak of them.
+
+    Regular expressions are tried in order on the whole key; the first that matches wins.
 
     Raises:
-        UsageError: a pattern that is not a regular expression.
+        UsageError: a pattern that is not a regular expression, or two keys that get the same name.
     """
-    if rename is None or callable(rename):
-        return rename
-    try:
-        patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
-    except re.error as err:
-        raise UsageError(f"rename: {err.pattern!r} is not a regular expression: {err}") from err
-
-    def apply(key: str) -> str:
-        for pattern, replacement in patterns:
-            renamed, count = pattern.subn(replacement, key)
-            if count:
-                return renamed
-        return key
-
-    return apply
-
-
-def renamed_tree(tree: Mapping[str, Any], rename: Callable[[str], str] | None) -> Mapping[str, Any]:
-    """The tree with new names for parameters and buffers, in modules and in the optimizers that speak of them."""
-    if rename is None:
-        return tree
+    rename = _renamer(names)
     modules = [name for name, node in tree.items() if type(node) is ObjectNode and node.kind == "module"]
     parameters = {}
     for component in modules:
@@ -62,10 +43,30 @@ def renamed_tree(tree: Mapping[str, Any], rename: Callable[[str], str] | None) -
                 {**group, "params": [parameters.get(name, name) for name in group["params"]]}
                 for group in node.tree["param_groups"]
             ]
-            made[component] = ObjectNode(node.kind, node.type_name, {**node.tree, "state": state, "param_groups": groups})
+            made[component] = ObjectNode(
+                node.kind, node.type_name, {**node.tree, "state": state, "param_groups": groups}
+            )
         else:
             made[component] = node
     return made
+
+
+def _renamer(rename: Rename) -> Callable[[str], str]:
+    if callable(rename):
+        return rename
+    try:
+        patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
+    except re.error as err:
+        raise UsageError(f"rename: {err.pattern!r} is not a regular expression: {err}") from err
+
+    def apply(key: str) -> str:
+        for pattern, replacement in patterns:
+            renamed, count = pattern.subn(replacement, key)
+            if count:
+                return renamed
+        return key
+
+    return apply
 
 
 def _below(component: str, key: str) -> str:

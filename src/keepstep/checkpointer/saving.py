@@ -8,6 +8,8 @@ commit      -> Manifest                     one gather and one answer; the coord
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime as dt
 import platform
 import secrets
@@ -19,14 +21,21 @@ import msgspec
 import torch
 
 import keepstep
-from keepstep.checkpointer.agree import Agreement, agree
-from keepstep.checkpointer.place import Place, storage_of
+from keepstep.checkpointer.agree import Agreement, Attempt, KnownPlan, agree
 from keepstep.checkpointer.replicas import replica_details, replica_digests, replicas_differ
 from keepstep.commit.publish import collect_receipts, newest_incarnation, publish
-from keepstep.commit.retention import sweep_step
 from keepstep.errors import RankFailedError, UsageError
-from keepstep.format.manifest import FORMAT_MAJOR, FORMAT_MINOR, Component, Lineage, Manifest, Receipt, Versions
-from keepstep.format.structure import Structure
+from keepstep.format.manifest import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    OWN_NAME,
+    TREE_NAME,
+    Component,
+    Lineage,
+    Manifest,
+    Receipt,
+    Versions,
+)
 from keepstep.move.arena import Arena
 from keepstep.move.staging import fill
 from keepstep.move.writer import Origin, ShardWriter
@@ -35,12 +44,10 @@ from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.capture import Snapshot, capture
 from keepstep.state.train_state import TrainState
 from keepstep.storage.base import Storage
+from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
-__all__ = ["OWN_NAME", "TREE_NAME", "Attempt", "Saved", "save", "save_step"]
-
-TREE_NAME = "~tree"
-OWN_NAME = "~own"
+__all__ = ["Saved", "save", "save_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +60,6 @@ class Saved:
     total_bytes: int
     bytes_written: int
     seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder."""
-
-    step: int
-    lineage: Lineage
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    replace: bool = False
-    root: Storage | None = None
 
 
 def save(
@@ -91,60 +87,44 @@ def save(
     """
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
-    lineage = Lineage(run=secrets.token_hex(8))
-    attempt = Attempt(number, lineage, replace=overwrite)
-    with Arena() as arena:
-        return save_step(ranks, path, state, attempt, arena=arena, known=None, deadline_s=deadline_s)[0]
+    attempt = Attempt(number, Lineage(run=secrets.token_hex(8)), replace=overwrite, deadline_s=deadline_s)
+    with contextlib.closing(Arena()) as arena:
+        return save_step(ranks, path, state, attempt, arena)[0]
 
 
 def save_step(
-    ranks: Ranks,
-    path: Place,
-    state: Mapping[str, Any],
-    attempt: Attempt,
-    *,
-    arena: Arena,
-    known: tuple[str, Structure] | None,
-    deadline_s: float,
-) -> tuple[Saved, tuple[str, Structure]]:
-    """One save on all ranks. Also returns the structure and its fingerprint: pass them as ``known`` to the next save."""
+    ranks: Ranks, path: Place, state: Mapping[str, Any], attempt: Attempt, arena: Arena
+) -> tuple[Saved, KnownPlan]:
+    """One save on all ranks; see ``save`` for what it raises. Also returns the plan, to be ``known`` at the next save."""
     timeline = Timeline()
-    call = f"save step {attempt.step}"
-    with ranks.phase(call, deadline_s) as phase:
+    with ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
         storage = storage_of(path)
         with timeline.span("capture"):
             if attempt.step < 0:
                 raise UsageError(f"step {attempt.step} is negative")
             snapshot = capture(state, rank=ranks.rank, world=ranks.world)
         with timeline.span("plan"):
-            agreed = agree(phase, ranks, storage, snapshot, step=attempt.step, replace=attempt.replace, known=known)
-    with ranks.phase(f"write step {attempt.step}", deadline_s) as phase:
-        receipt = _write(storage, snapshot, agreed, attempt.step, ranks=ranks, arena=arena, timeline=timeline)
+            agreed = agree(phase, ranks, storage, snapshot, attempt)
+    with ranks.phase(f"write step {attempt.step}", attempt.deadline_s) as phase:
+        receipt = _write(storage, snapshot, agreed, ranks=ranks, arena=arena, timeline=timeline)
         with timeline.span("commit"):
             posted = phase.gather(msgspec.json.encode(receipt))
             answer = b""
             if posted is not None:
                 receipts = [msgspec.json.decode(raw, type=Receipt) for raw in posted]
-                answer = replicas_differ(receipts) or _commit(storage, snapshot, agreed, attempt, receipts)
+                answer = replicas_differ(receipts) if ranks.world > 1 else b""
+                answer = answer or _commit(storage, snapshot, agreed, attempt, receipts)
             answer = phase.broadcast(answer)
     if not answer.startswith(b"{"):
-        with ranks.phase(f"compare step {attempt.step}", deadline_s) as phase:
+        with ranks.phase(f"compare step {attempt.step}", attempt.deadline_s) as phase:
             replica_details(phase, snapshot, answer.decode())
     saved = msgspec.json.decode(answer, type=Saved)
     written = sum(record.size_bytes for record in receipt.files.values())
-    saved = Saved(saved.url, saved.step, saved.save_id, saved.total_bytes, written, timeline.seconds)
-    return saved, (agreed.fingerprint, agreed.stored)
+    return dataclasses.replace(saved, bytes_written=written, seconds=timeline.seconds), agreed.plan
 
 
 def _write(
-    storage: Storage,
-    snapshot: Snapshot,
-    agreed: Agreement,
-    step: int,
-    *,
-    ranks: Ranks,
-    arena: Arena,
-    timeline: Timeline,
+    storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Arena, timeline: Timeline
 ) -> Receipt:
     """This rank's files, durable, and the receipt for them."""
     extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
@@ -154,11 +134,11 @@ def _write(
             extras[name] = data
             described.append(Extra(name, "uint8", (len(data),)))
     with timeline.span("plan"):
-        plans = rank_files(agreed.stored, ranks.rank, live_index=agreed.live_index, extras=tuple(described))
-    origin = Origin(agreed.save_id, step, ranks.rank)
-    with ShardWriter(storage, plans, origin=origin, arena=arena, timeline=timeline) as writer:
+        files = rank_files(agreed.plan.stored, ranks.rank, live_index=agreed.live_index, extras=tuple(described))
+    origin = Origin(agreed.save_id, agreed.step, ranks.rank)
+    with contextlib.closing(ShardWriter(storage, files, origin=origin, arena=arena, timeline=timeline)) as writer:
         with timeline.span("copy"):
-            for chunk in fill(plans, snapshot.locals, extras, arena):
+            for chunk in fill(files, snapshot.locals, extras, arena):
                 writer.submit(chunk)
         digests = replica_digests(snapshot, ranks.rank) if ranks.world > 1 else {}
         with timeline.span("write"):
@@ -170,6 +150,8 @@ def _commit(
     storage: Storage, snapshot: Snapshot, agreed: Agreement, attempt: Attempt, receipts: list[Receipt]
 ) -> bytes:
     """The coordinator's part: from receipts to a step that exists."""
+    stored = agreed.plan.stored
+    elsewhere = {spec.key.split("/", 1)[0]: Component("", "", 0, 0, spec.folder) for spec in stored.tensors}
     manifest = Manifest(
         format=(FORMAT_MAJOR, FORMAT_MINOR),
         step=attempt.step,
@@ -184,12 +166,12 @@ def _commit(
             platform.python_version(),
             torch.backends.cpu.get_cpu_capability(),
         ),
-        fingerprint=agreed.fingerprint,
-        components=_components(snapshot.components, agreed.stored),
-        aliases=snapshot.aliases,
-        meshes=agreed.stored.meshes,
-        layouts=agreed.stored.layouts,
-        tensors=agreed.stored.tensors,
+        fingerprint=agreed.plan.fingerprint,
+        components={**elsewhere, **snapshot.components},
+        aliases=dict(agreed.aliases),
+        meshes=stored.meshes,
+        layouts=stored.layouts,
+        tensors=stored.tensors,
         files={},
     )
     manifest = collect_receipts(receipts, manifest)
@@ -197,14 +179,7 @@ def _commit(
         # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
         raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
     publish(storage, manifest, replace=attempt.replace)
-    # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
-    sweep_step(storage, manifest.save_id)
-    total = manifest.total_bytes
-    return msgspec.json.encode(Saved(storage.url, manifest.step, manifest.save_id, total, 0))
-
-
-def _components(seen: dict[str, Component], stored: Structure) -> dict[str, Component]:
-    """Adds components that only other ranks have."""
-    folders = {spec.key.split("/", 1)[0]: spec.folder for spec in stored.tensors}
-    others = {name: Component("unknown", "", 0, 0, folder) for name, folder in folders.items() if name not in seen}
-    return {**seen, **others}
+    if agreed.leftovers:
+        # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
+        storage.delete(agreed.leftovers)
+    return msgspec.json.encode(Saved(storage.url, manifest.step, manifest.save_id, manifest.total_bytes, 0))

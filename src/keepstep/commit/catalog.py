@@ -36,7 +36,7 @@ class Found:
     incarnation: int = 0
     save_id: str = ""
     created: str = ""
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, float | None] | None = None
     damage: str = ""
 
     @property

@@ -99,8 +99,8 @@ def newest_incarnation(storage: Storage) -> int:
 
 def new_incarnation(storage: Storage, note: bytes) -> int:
     """Takes the next incarnation for this start of the job; of several starts at once each gets its own."""
-    number = newest_incarnation(storage) + 1
-    for number in range(number, number + 1000):
+    first = newest_incarnation(storage) + 1
+    for number in range(first, first + 1000):
         if storage.put_new(f"{INCARNATIONS}/{number:06d}", note):
             return number
     raise UsageError(f"{storage.url}: could not take an incarnation; are a thousand jobs starting in one folder?")

@@ -6,9 +6,7 @@ has no name for are stored as ``U8`` with one trailing dimension of the element 
 
 from __future__ import annotations
 
-__all__ = ["BYTE_NAME", "ITEM_BYTES", "SAFETENSORS_NAMES", "stored_shape"]
-
-BYTE_NAME = "U8"
+__all__ = ["ITEM_BYTES", "SAFETENSORS_NAMES"]
 
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
@@ -56,11 +54,3 @@ SAFETENSORS_NAMES: dict[str, str] = {
     "complex64": "C64",
 }
 """The safetensors spelling of the dtypes it knows."""
-
-
-def stored_shape(dtype: str, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The safetensors dtype and shape under which a tensor of ``dtype`` and ``sizes`` (in elements) is stored."""
-    name = SAFETENSORS_NAMES.get(dtype)
-    if name is not None:
-        return name, sizes
-    return BYTE_NAME, (*sizes, ITEM_BYTES[dtype])

@@ -1,4 +1,4 @@
-"""Layouts: how one global tensor lies on the ranks of a mesh.
+"""Layouts: how one global tensor lies on the ranks of a mesh, and the structure of a whole state: its tensors and layouts.
 
 A layout is a global shape and a list of cuts, applied in order. Each cut belongs to one dimension of the mesh:
 
@@ -21,11 +21,13 @@ from itertools import product
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from keepstep.errors import CorruptError
 from keepstep.format.box import Box
+from keepstep.format.dtypes import ITEM_BYTES
 
-__all__ = ["Cut", "Layout", "Mesh", "Part", "parts", "rank_elements"]
+__all__ = ["Cut", "Layout", "Mesh", "Part", "Structure", "TensorSpec", "Want", "fingerprint", "parts", "rank_elements"]
 
 Run = tuple[int, int, int]
 """(start, stop) in the global dimension and the position of ``start`` in the local tensor, all in elements."""
@@ -47,17 +49,15 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
         """Every rank of the mesh, row-major."""
         return self.ranks if self.ranks is not None else tuple(range(self.first, self.first + self.size))
 
-    def index(self, rank: int) -> int | None:
-        """The row-major position of ``rank``, or None when it is not a member."""
-        if self.ranks is None:
-            position = rank - self.first
-            return position if 0 <= position < self.size else None
-        return self.ranks.index(rank) if rank in self.ranks else None
-
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The position of ``rank`` along each mesh dimension, or None when it is not a member."""
-        position = self.index(rank)
-        if position is None:
+        if self.ranks is None:
+            position = rank - self.first
+            if not 0 <= position < math.prod(self.shape):
+                return None
+        elif rank in self.ranks:
+            position = self.ranks.index(rank)
+        else:
             return None
         where = []
         for size in reversed(self.shape):
@@ -100,6 +100,40 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
     box: Box
     local: tuple[int, ...]
+
+
+class Want(msgspec.Struct, frozen=True, gc=False):
+    """A box of a stored tensor that this rank needs. ``dense`` says that the target's memory for it has no gaps."""
+
+    key: str
+    box: Box
+    dense: bool = True
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One tensor: key, dtype name, index of its layout, and the folder (component) its bytes go to.
+
+    ``rule`` is ``same`` when ranks that hold the same part must hold the same bytes, ``first`` when the first of them is
+    the truth (buffers that DistributedDataParallel broadcasts before every forward).
+    """
+
+    key: str
+    dtype: str
+    layout: int
+    folder: str
+    rule: str = "same"
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """All tensors of a state as one rank sees them, with the meshes and layouts they share."""
+
+    meshes: tuple[Mesh, ...]
+    layouts: tuple[Layout, ...]
+    tensors: tuple[TensorSpec, ...]
+
+    def tensor_bytes(self, spec: TensorSpec) -> int:
+        """The size of the whole tensor in bytes."""
+        return math.prod(self.layouts[spec.layout].shape) * ITEM_BYTES[spec.dtype]
 
 
 def parts(layout: Layout, meshes: list[Mesh], rank: int) -> list[Part]:
@@ -173,6 +207,11 @@ def _slice_runs(runs: list[Run], first: int, last: int, *, rebase: bool) -> list
             local += high - low
         position += length
     return taken
+
+
+def fingerprint(structure: Structure) -> str:
+    """16 hex digits that change whenever keys, order, shapes, dtypes, meshes, placements or folders change."""
+    return f"{xxhash.xxh3_64_intdigest(msgspec.json.encode(structure)):016x}"
 
 
 def rank_elements(layout: Layout, meshes: list[Mesh], world_size: int) -> npt.NDArray[np.int64]:

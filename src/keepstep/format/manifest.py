@@ -7,22 +7,24 @@ Layouts are stored once and shared by tensors: the size grows with tensors + ran
 
 from __future__ import annotations
 
+import math
 import re
 
 import msgspec
 
 from keepstep.errors import CorruptError, FormatError
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.layout import Layout, Mesh
+from keepstep.format.layout import Layout, Mesh, Structure, TensorSpec
 from keepstep.format.shardfile import digest
-from keepstep.format.structure import Structure, TensorSpec
 
 __all__ = [
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
-    "MANIFEST_NAME",
-    "STATE_FOLDER",
     "HEAD_BYTES",
+    "MANIFEST_NAME",
+    "OWN_NAME",
+    "STATE_FOLDER",
+    "TREE_NAME",
     "Component",
     "FileRecord",
     "Head",
@@ -44,6 +46,10 @@ FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 MANIFEST_NAME = ".metadata"
 STATE_FOLDER = "state"
+TREE_NAME = "~tree"
+"""The entry of rank 0's state file that holds the plain values all ranks share."""
+OWN_NAME = "~own"
+"""The entry of a rank's state file that holds the plain values of that rank alone."""
 MAX_WORLD = 1 << 20
 MAX_DIMENSIONS = 64
 _STEP = re.compile(r"step-(\d{8,18})")
@@ -108,7 +114,8 @@ class Versions(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """See the module's text. ``tensors`` is in the order of the state; ``aliases`` maps a tied key to where it is stored.
 
-    The fields down to ``metrics`` are the head: they come first in the file and say which step this is.
+    The fields down to ``metrics`` are the head: they come first in the file and say which step this is. A metric that is
+    not a finite number (a loss that diverged) is null in JSON, and None when it is read back.
     """
 
     format: tuple[int, int]
@@ -116,7 +123,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     created: str
     lineage: Lineage
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     world_size: int
     versions: Versions
     fingerprint: str = ""
@@ -153,7 +160,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     created: str
     lineage: Lineage
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
 
 
 class _Version(msgspec.Struct):
@@ -253,52 +260,36 @@ def _contradiction(manifest: Manifest) -> str | None:
     if not _SAVE_ID.fullmatch(manifest.save_id):
         return f"save id {manifest.save_id!r} is not a save id"
     for mesh in manifest.meshes:
-        if not mesh.shape or any(size < 1 for size in mesh.shape) or not 0 <= mesh.first or mesh.size > world:
-            return f"mesh of shape {mesh.shape} does not fit {world} ranks"
-        ranks = mesh.ranks if mesh.ranks is not None else (mesh.first, mesh.first + mesh.size - 1)
-        if any(not 0 <= rank < world for rank in ranks):
-            return f"a mesh names a rank outside 0..{world - 1}"
-        if mesh.ranks is not None and not len(mesh.ranks) == len(set(mesh.ranks)) == mesh.size:
+        size = math.prod(mesh.shape)
+        ranks = mesh.ranks if mesh.ranks is not None else (mesh.first, mesh.first + size - 1)
+        if not mesh.shape or any(n < 1 for n in mesh.shape) or any(not 0 <= rank < world for rank in ranks):
+            return f"a mesh of shape {mesh.shape} does not fit {world} ranks"
+        if mesh.ranks is not None and not len(mesh.ranks) == len(set(mesh.ranks)) == size:
             return f"a mesh of shape {mesh.shape} lists {len(mesh.ranks)} ranks"
     for layout in manifest.layouts:
-        problem = _bad_layout(layout, manifest.meshes, world)
-        if problem:
-            return problem
+        if len(layout.shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 62 for size in layout.shape):
+            return f"a tensor of shape {layout.shape} is not possible"
+        if any(not 0 <= rank < world or not box.inside(layout.shape) for rank, box in layout.boxes or ()):
+            return f"a box lies outside its tensor of shape {layout.shape}, or on a rank that is not there"
+        if not 0 <= layout.mesh < len(manifest.meshes):
+            return f"a layout names mesh {layout.mesh}, which is not there"
+        for cut in layout.cuts:
+            divides = cut.kind in ("S", "SS", "B")
+            if not 0 <= cut.axis < len(manifest.meshes[layout.mesh].shape) or not (divides or cut.kind == "O"):
+                return f"a layout has the impossible cut {cut}"
+            if (divides and not 0 <= cut.dim < len(layout.shape)) or (
+                cut.kind == "SS" and not 0 < cut.arg <= MAX_WORLD
+            ):
+                return f"a layout has the impossible cut {cut}"
     for spec in manifest.tensors:
-        if spec.dtype not in ITEM_BYTES:
-            return f"{spec.key!r} has the unknown dtype {spec.dtype!r}"
-        if not 0 <= spec.layout < len(manifest.layouts):
-            return f"{spec.key!r} names layout {spec.layout}, which is not there"
+        if spec.dtype not in ITEM_BYTES or not 0 <= spec.layout < len(manifest.layouts):
+            return f"{spec.key!r} has the unknown dtype {spec.dtype!r} or layout {spec.layout}"
         if spec.folder not in manifest.files:
             return f"{spec.key!r} lies in {spec.folder!r}, which has no files"
-    return _bad_files(manifest)
-
-
-def _bad_layout(layout: Layout, meshes: tuple[Mesh, ...], world: int) -> str | None:
-    if len(layout.shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 62 for size in layout.shape):
-        return f"a tensor of shape {layout.shape} is not possible"
-    if layout.boxes is not None:
-        if any(not 0 <= rank < world or not box.inside(layout.shape) for rank, box in layout.boxes):
-            return f"a box lies outside its tensor of shape {layout.shape}, or on a rank that is not there"
-        return None
-    if not 0 <= layout.mesh < len(meshes):
-        return f"a layout names mesh {layout.mesh}, which is not there"
-    for cut in layout.cuts:
-        cuts_dim = cut.kind in ("S", "SS", "B")
-        if not 0 <= cut.axis < len(meshes[layout.mesh].shape) or cut.kind not in ("S", "SS", "B", "O"):
-            return f"a layout has the impossible cut {cut}"
-        if (cuts_dim and not 0 <= cut.dim < len(layout.shape)) or (cut.kind == "SS" and not 0 < cut.arg <= MAX_WORLD):
-            return f"a layout has the impossible cut {cut}"
-    return None
-
-
-def _bad_files(manifest: Manifest) -> str | None:
     for folder, records in manifest.files.items():
-        if not safe_folder(folder):
-            return f"{folder!r} is not a folder name"
-        if len({record.rank for record in records}) != len(records):
-            return f"{folder!r} lists a rank twice"
+        if not safe_folder(folder) or len({record.rank for record in records}) != len(records):
+            return f"{folder!r} is not a folder name, or lists a rank twice"
         for record in records:
-            if not 0 <= record.rank < manifest.world_size or not 0 <= record.data_bytes <= record.size_bytes:
+            if not 0 <= record.rank < world or not 0 <= record.data_bytes <= record.size_bytes:
                 return f"{folder!r} has an impossible file record {record}"
     return None

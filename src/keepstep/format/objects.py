@@ -6,6 +6,11 @@ dictionary that has ``$`` as a key of its own, or keys that are not strings, is 
 
 References stand where something is stored elsewhere: ``TensorRef`` for the bytes of a tensor, ``RankRef`` for a value that
 each rank has of its own, ``ObjectNode`` for the tree of a module, an optimizer or another object with a state_dict.
+
+A key is the path of a leaf as one string, ``optimizer/state/layers.0.weight/exp_avg``. Segments are joined by ``/``. Inside
+a segment ``~`` is written ``~0`` and ``/`` is written ``~1`` (RFC 6901). A string that could be mistaken for an integer
+gets the prefix ``~s`` and an empty one is ``~e``; an integer is written in digits; any other kind of dictionary key is
+written with a ``~`` tag, so that ``1``, ``"1"``, ``True`` and ``None`` stay apart. Keys are never file paths.
 """
 
 from __future__ import annotations
@@ -23,16 +28,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from keepstep.errors import CorruptError, UnsafeValueError, UsageError
-from keepstep.format.keys import join
+from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.format.registry import can_register, registered_class, registered_name
 
-__all__ = ["ObjectNode", "RankRef", "TensorRef", "TorchValue", "decode", "encode", "register"]
+__all__ = ["ObjectNode", "RankRef", "TensorRef", "TorchValue", "decode", "encode", "join"]
 
 MAX_DEPTH = 100
 _INT64 = 1 << 63
 _FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
-_CLASSES: dict[str, type] = {}
-"""Classes that ``register`` allowed. The one table of the process: a class is registered where it is defined."""
 
 
 class TensorRef(msgspec.Struct, frozen=True, gc=False):
@@ -72,25 +75,24 @@ class TorchValue(msgspec.Struct, frozen=True):
     text: str
 
 
-def register(cls: type, *, name: str | None = None) -> type:
-    """Allows a dataclass, an Enum, or a class with ``to_state``/``from_state`` in a state. Usable as a decorator.
+def join(path: str, part: object) -> str:
+    """The key of ``part`` (a dictionary key or a list index) below ``path``, which is empty at the root.
 
-    Args:
-        cls: the class. A plain class needs ``to_state(self) -> plain value`` and ``from_state(value)`` (classmethod).
-        name: the stable name in the file; the class's own qualified name when None.
-
-    Raises:
-        UsageError: the class fits none of these, or the name belongs to another class.
+    Different parts give different keys; see the module's text for the spelling.
     """
-    fits = dataclasses.is_dataclass(cls) or issubclass(cls, Enum)
-    if not fits and not (hasattr(cls, "to_state") and hasattr(cls, "from_state")):
-        raise UsageError(f"{cls.__qualname__} is no dataclass or Enum and has no to_state/from_state")
-    known = name or f"{cls.__module__}.{cls.__qualname__}"
-    other = _CLASSES.get(known)
-    if other is not None and other is not cls and other.__qualname__ != cls.__qualname__:
-        raise UsageError(f"the name {known!r} is already registered for {other.__qualname__}")
-    _CLASSES[known] = cls
-    return cls
+    if type(part) is str:
+        if "~" in part or "/" in part:
+            part = part.replace("~", "~0").replace("/", "~1")
+        tail = part
+        if (part[1:] if part[:1] == "-" else part).isdigit():
+            tail = f"~s{part}"
+        elif not part:
+            tail = "~e"
+    elif type(part) is int:
+        tail = str(part)
+    else:
+        tail = f"~{type(part).__name__[0]}{repr(part).replace('~', '~0').replace('/', '~1')}"
+    return f"{path}/{tail}" if path else tail
 
 
 def encode(tree: object, path: str = "") -> bytes:
@@ -119,17 +121,17 @@ def decode(data: bytes | memoryview) -> Any:
         raise CorruptError(f"plain values are not valid: {err}") from err
 
 
-def _registered_name(cls: type) -> str | None:
-    return next((name for name, known in _CLASSES.items() if known is cls), None)
-
-
 def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
     """The JSON form of one value; appends to ``refused`` instead of raising, so that all are reported at once."""
     kind = type(value)
     if kind is str or value is None or kind is bool:
         return value
     if kind is TensorRef:
-        return _lower_tensor(value)
+        lowered: dict[str, Any] = {"$": "tensor", "key": value.key, "dtype": value.dtype, "shape": value.shape}
+        for name, usual in (("device", "cpu"), ("form", "tensor"), ("own", False)):
+            if getattr(value, name) != usual:
+                lowered[name] = getattr(value, name)
+        return lowered
     if kind is int:
         return value if -_INT64 <= value < _INT64 else {"$": "int", "v": str(value)}
     if kind is float:
@@ -148,17 +150,6 @@ def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
     if lower is not None:
         return lower(value, path, depth, refused)
     return _lower_other(value, path, depth, refused)
-
-
-def _lower_tensor(ref: TensorRef) -> Any:
-    plain: dict[str, Any] = {"$": "tensor", "key": ref.key, "dtype": ref.dtype, "shape": ref.shape}
-    if ref.device != "cpu":
-        plain["device"] = ref.device
-    if ref.form != "tensor":
-        plain["form"] = ref.form
-    if ref.own:
-        plain["own"] = True
-    return plain
 
 
 def _lower_pairs(value: Any, path: str, depth: int, refused: list[str]) -> list[Any]:
@@ -265,9 +256,9 @@ def _lower_other(value: Any, path: str, depth: int, refused: list[str]) -> Any:
         tag = "ndarray" if isinstance(value, np.ndarray) else "npscalar"
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"$": tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
-    name = _registered_name(type(value))
+    name = registered_name(type(value))
     if name is None:
-        hint = " (register its class with ks.register)" if _can_register(type(value)) else ""
+        hint = " (register its class with ks.register)" if can_register(type(value)) else ""
         refused.append(f"{path}: {type(value).__module__}.{type(value).__qualname__}{hint}")
         return None
     if isinstance(value, Enum):
@@ -276,10 +267,6 @@ def _lower_other(value: Any, path: str, depth: int, refused: list[str]) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"$": "dataclass", "type": name, "v": _lower(fields, path, depth + 1, refused)}
     return {"$": "class", "type": name, "v": _lower(value.to_state(), path, depth + 1, refused)}
-
-
-def _can_register(cls: type) -> bool:
-    return dataclasses.is_dataclass(cls) or issubclass(cls, Enum) or hasattr(cls, "to_state")
 
 
 def _raise_up(plain: Any, depth: int) -> Any:
@@ -343,7 +330,7 @@ def _read_tensor(plain: dict[str, Any], _depth: int) -> TensorRef:
 
 def _read_class(plain: dict[str, Any], depth: int) -> Any:
     name = plain["type"]
-    cls: Any = _CLASSES.get(name)
+    cls: Any = registered_class(name)
     if cls is None:
         raise CorruptError(
             f"the state holds a {name!r}, which is not registered here; call ks.register on that class first"

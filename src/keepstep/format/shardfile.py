@@ -20,15 +20,14 @@ import numpy.typing as npt
 import xxhash
 
 from keepstep.errors import CorruptError
-from keepstep.format.box import Box, whole
-from keepstep.format.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, stored_shape
+from keepstep.format.box import Box
+from keepstep.format.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 
 __all__ = [
     "BLOCK_BYTES",
     "PAGE_BYTES",
     "Entry",
     "ShardHeader",
-    "block_count",
     "digest",
     "header_bytes",
     "pack_header",
@@ -86,14 +85,8 @@ class _Stored(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def digest(data: bytes | memoryview) -> int:
-    """The xxh3-64 digest of these bytes."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
-def block_count(data_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """How many blocks a data section of ``data_bytes`` has; the last may be short."""
-    return -(-data_bytes // block_bytes)
+digest = xxhash.xxh3_64_intdigest
+"""The xxh3-64 digest of bytes or a memoryview, as an integer."""
 
 
 def pack_header(entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, step: int, rank: int) -> bytes:
@@ -102,13 +95,13 @@ def pack_header(entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, st
     dtypes = {}
     table: dict[str, Any] = {}
     for entry in entries:
-        stored_dtype, shape = stored_shape(entry.dtype, entry.box.sizes)
+        stored_dtype, shape = _stored_shape(entry.dtype, entry.box.sizes)
         table[entry.name] = _Stored(stored_dtype, shape, (entry.start, entry.stop))
         if entry.name != entry.key or entry.box.sizes != entry.shape:
             pieces[entry.name] = (entry.key, entry.shape, entry.box.offsets)
         if entry.dtype not in SAFETENSORS_NAMES:
             dtypes[entry.name] = entry.dtype
-    zeros = _digest_text(np.zeros(block_count(data_bytes), np.uint64))
+    zeros = _digest_text(np.zeros(-(-data_bytes // BLOCK_BYTES), np.uint64))
     notes = _Notes(save_id, step, rank, BLOCK_BYTES, zeros, dtypes, pieces)
     text = msgspec.json.encode({"__metadata__": {"keepstep": msgspec.json.encode(notes).decode()}, **table})
     padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
@@ -146,13 +139,15 @@ def parse_header(raw: bytes | memoryview, file_bytes: int, name: str) -> ShardHe
         digests = np.frombuffer(base64.b64decode(notes.digests, validate=True), "<u8")
     except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as err:
         raise CorruptError(f"{name}: the header is not a keepstep header: {err}") from err
-    entries = sorted((_entry(key, item, notes, name) for key, item in stored.items()), key=_by_start)
+    entries = sorted(
+        (_entry(key, item, notes, name) for key, item in stored.items()), key=lambda entry: (entry.start, entry.stop)
+    )
     position = 0
     for entry in entries:
         if entry.start != position:
             raise CorruptError(f"{name}: entry {entry.name!r} starts at byte {entry.start}, expected {position}")
         position = entry.stop
-    if notes.block_bytes != BLOCK_BYTES or len(digests) != block_count(position):
+    if notes.block_bytes != BLOCK_BYTES or len(digests) != -(-position // BLOCK_BYTES):
         raise CorruptError(
             f"{name}: {len(digests)} digests of {notes.block_bytes}-byte blocks do not fit {position:,} bytes of data"
         )
@@ -181,8 +176,12 @@ def header_bytes(raw: bytes | memoryview, file_bytes: int, name: str) -> int:
     return length
 
 
-def _by_start(entry: Entry) -> tuple[int, int]:
-    return entry.start, entry.stop
+def _stored_shape(dtype: str, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The safetensors dtype and shape under which a tensor of ``dtype`` and ``sizes`` (in elements) is stored."""
+    name = SAFETENSORS_NAMES.get(dtype)
+    if name is not None:
+        return name, sizes
+    return "U8", (*sizes, ITEM_BYTES[dtype])
 
 
 def _entry(name: str, item: _Stored, notes: _Notes, file_name: str) -> Entry:
@@ -191,9 +190,9 @@ def _entry(name: str, item: _Stored, notes: _Notes, file_name: str) -> Entry:
         raise CorruptError(f"{file_name}: entry {name!r} has the unknown dtype {dtype or item.dtype!r}")
     start, stop = item.data_offsets
     sizes = item.shape if dtype in SAFETENSORS_NAMES else item.shape[:-1]
-    key, shape, offsets = notes.pieces.get(name, (name, sizes, whole(sizes).offsets))
+    key, shape, offsets = notes.pieces.get(name, (name, sizes, (0,) * len(sizes)))
     box = Box(offsets, sizes)
-    if stored_shape(dtype, sizes) != (item.dtype, item.shape) or not box.inside(shape):
+    if _stored_shape(dtype, sizes) != (item.dtype, item.shape) or not box.inside(shape):
         raise CorruptError(f"{file_name}: entry {name!r} claims {box} of a tensor of shape {list(shape)}")
     if start < 0 or stop - start != box.elements * ITEM_BYTES[dtype]:
         raise CorruptError(f"{file_name}: entry {name!r} has {stop - start:,} bytes, its shape and dtype say otherwise")

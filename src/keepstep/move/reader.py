@@ -18,9 +18,10 @@ import msgspec
 import torch
 
 from keepstep.errors import CorruptError
+from keepstep.format.layout import Want
 from keepstep.format.manifest import FileRecord, Manifest
 from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, header_bytes, parse_header
-from keepstep.plan.load_plan import Piece, Read, Want, plan_reads
+from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
 
 __all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_bytes", "read_own", "read_pieces"]
@@ -67,7 +68,7 @@ def open_shard(storage: Storage, name: str, expected: FileRecord | None) -> Shar
             raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; {expected.size_bytes:,} were written")
         head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
         blob.read_into(0, memoryview(head))
-        length = header_bytes(head, blob.size_bytes, name)
+        length = header_bytes(memoryview(head), blob.size_bytes, name)
         if length > len(head):
             rest = bytearray(length - len(head))
             blob.read_into(len(head), memoryview(rest))
@@ -136,9 +137,7 @@ def read_bytes(storage: Storage, manifest: Manifest, folder: str, *, rank: int, 
         return target.numpy().tobytes()
 
 
-def read_own(
-    storage: Storage, manifest: Manifest, folder: str, *, rank: int, targets: dict[str, torch.Tensor]
-) -> int:
+def read_own(storage: Storage, manifest: Manifest, folder: str, *, rank: int, targets: dict[str, torch.Tensor]) -> int:
     """Fills tensors that belong to one rank alone, by name, from that rank's file; returns the bytes read."""
     if not targets:
         return 0
@@ -152,7 +151,9 @@ def _read_named(file: ShardFile, targets: dict[str, torch.Tensor]) -> int:
     for index, (name, target) in enumerate(targets.items()):
         entry = _named(file, name)
         if entry.box.sizes != tuple(target.shape):
-            raise CorruptError(f"{file.name}: entry {name!r} has shape {list(entry.box.sizes)}, {list(target.shape)} expected")
+            raise CorruptError(
+                f"{file.name}: entry {name!r} has shape {list(entry.box.sizes)}, {list(target.shape)} expected"
+            )
         want = Want(name, entry.box, target.is_contiguous())
         wants.append(want)
         if entry.box.elements:

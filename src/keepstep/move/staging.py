@@ -37,53 +37,41 @@ def fill(
         extras: bytes and tensors that go into the state file.
         arena: where to; each chunk handed out must be released by whoever wrote it.
     """
-    lanes = _DeviceLanes(arena)
+    lanes: _DeviceLanes | None = None
+    slot = -1
     try:
         for file, plan in enumerate(plans):
-            yield from _fill_file(file, plan, tensors, extras, arena, lanes)
-    finally:
-        lanes.close()
-
-
-def _fill_file(
-    file: int,
-    plan: FilePlan,
-    tensors: tuple[tuple[torch.Tensor, ...], ...],
-    extras: Mapping[str, bytes | torch.Tensor],
-    arena: Arena,
-    lanes: _DeviceLanes,
-) -> Iterator[Chunk]:
-    slot = -1
-    filled = 0
-    offset = 0
-    try:
-        for piece in plan.slots:
-            for run in _runs(_source(piece, tensors, extras)):
-                done, size = 0, run.numel() * run.element_size()
-                host = run.device.type == "cpu"
-                address = run.data_ptr()
-                while done < size:
-                    if slot < 0:
-                        slot, filled = arena.acquire(), 0
-                    step = min(CHUNK_BYTES - filled, size - done)
-                    if host:
-                        ctypes.memmove(arena.address(slot) + filled, address + done, step)
-                    else:
-                        lanes.copy(slot, filled, run, done, step)
-                    filled += step
-                    done += step
-                    if filled == CHUNK_BYTES:
-                        chunk, slot = Chunk(file, offset, filled, slot), -1
-                        offset += filled
-                        yield from lanes.ready(chunk)
-        if slot >= 0:
-            ctypes.memset(arena.address(slot) + filled, 0, -filled % PAGE_BYTES)
-            chunk, slot = Chunk(file, offset, filled, slot), -1
-            yield from lanes.ready(chunk)
-        yield from lanes.drain()
+            offset = filled = 0
+            for piece in plan.slots:
+                for run in _runs(_source(piece, tensors, extras)):
+                    size, done = run.numel() * run.element_size(), 0
+                    source = run.data_ptr() if run.device.type == "cpu" else 0
+                    while done < size:
+                        if slot < 0:
+                            slot, filled = arena.free.get(), 0
+                        step = min(CHUNK_BYTES - filled, size - done)
+                        if source:
+                            ctypes.memmove(arena.address + slot * CHUNK_BYTES + filled, source + done, step)
+                        else:
+                            lanes = lanes or _DeviceLanes(arena)
+                            lanes.copy(slot * CHUNK_BYTES + filled, run, done, step)
+                        filled += step
+                        done += step
+                        if filled == CHUNK_BYTES or offset + filled == plan.data_bytes:
+                            ctypes.memset(arena.address + slot * CHUNK_BYTES + filled, 0, -filled % PAGE_BYTES)
+                            chunk, slot = Chunk(file, offset, filled, slot), -1
+                            offset += filled
+                            if lanes is None:
+                                yield chunk
+                            else:
+                                yield from lanes.ready(chunk)
+        if lanes is not None:
+            yield from lanes.drain()
     finally:
         if slot >= 0:
-            arena.release(slot)
+            arena.free.put(slot)
+        if lanes is not None:
+            lanes.close()
 
 
 def _source(
@@ -136,9 +124,9 @@ class _DeviceLanes:
         self._waiting: list[tuple[Chunk, list[torch.cuda.Event]]] = []
         self._registered = False
 
-    def copy(self, slot: int, filled: int, run: torch.Tensor, done: int, step: int) -> None:
-        """Starts the copy of ``step`` bytes from byte ``done`` of ``run`` to byte ``filled`` of the chunk."""
-        target = self._arena_tensor(run)[slot * CHUNK_BYTES + filled :][:step]
+    def copy(self, at: int, run: torch.Tensor, done: int, step: int) -> None:
+        """Starts the copy of ``step`` bytes from byte ``done`` of ``run`` to byte ``at`` of the arena."""
+        target = self._arena_tensor(run)[at : at + step]
         source = run.reshape(-1).view(torch.uint8)[done : done + step]
         if run.device.type != "cuda":
             target.copy_(source)
@@ -177,10 +165,10 @@ class _DeviceLanes:
         for stream in self._streams.values():
             stream.synchronize()
         for chunk, _ in self._waiting:
-            self._arena.release(chunk.slot)
+            self._arena.free.put(chunk.slot)
         self._waiting = []
         if self._registered:
-            _cudart().cudaHostUnregister(self._arena.address(0))
+            _cudart().cudaHostUnregister(self._arena.address)
             self._registered = False
         self._host = None
 
@@ -192,11 +180,11 @@ class _DeviceLanes:
 
     def _arena_tensor(self, run: torch.Tensor) -> torch.Tensor:
         if self._host is None:
-            memory = (ctypes.c_char * self._arena.size_bytes).from_address(self._arena.address(0))
+            memory = (ctypes.c_char * self._arena.size_bytes).from_address(self._arena.address)
             self._host = torch.frombuffer(memory, dtype=torch.uint8)
             if run.device.type == "cuda":
                 # Pinned memory is what makes the copies asynchronous; without it they are merely slower.
-                status = _cudart().cudaHostRegister(self._arena.address(0), self._arena.size_bytes, 0)
+                status = _cudart().cudaHostRegister(self._arena.address, self._arena.size_bytes, 0)
                 self._registered = int(status) == 0
         return self._host
 

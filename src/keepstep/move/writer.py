@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import numpy as np
 
 from keepstep.format.manifest import FileRecord, Receipt, file_name
-from keepstep.format.shardfile import BLOCK_BYTES, PAGE_BYTES, block_count, digest, pack_header, seal_header
+from keepstep.format.shardfile import BLOCK_BYTES, PAGE_BYTES, digest, pack_header, seal_header
 from keepstep.move.arena import CHUNK_BYTES, Arena
 from keepstep.plan.save_plan import FilePlan
 from keepstep.storage.base import Storage, Upload
@@ -44,7 +42,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class ShardWriter:
-    """Writes the files of one rank in one save. A with-block that ends without ``finish`` leaves nothing behind.
+    """Writes the files of one rank in one save. ``close`` without ``finish`` before it leaves nothing behind.
 
     Raises:
         StorageError: a file cannot be created; from ``submit`` and ``finish``, the first write that failed.
@@ -67,7 +65,7 @@ class ShardWriter:
             )
             for plan in plans
         ]
-        self._digests = [np.zeros(block_count(plan.data_bytes), np.uint64) for plan in plans]
+        self._digests = [np.zeros(-(-plan.data_bytes // BLOCK_BYTES), np.uint64) for plan in plans]
         self._uploads: list[Upload] = []
         self._failed: Exception | None = None
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -88,7 +86,7 @@ class ShardWriter:
     def submit(self, chunk: Chunk) -> None:
         """Takes a filled chunk; its place in the arena is released when it is written. Returns at once."""
         if self._failed is not None:
-            self._arena.release(chunk.slot)
+            self._arena.free.put(chunk.slot)
             raise self._failed
         self._queue.put(chunk)
 
@@ -113,16 +111,6 @@ class ShardWriter:
         for upload in self._uploads:
             upload.close()
 
-    def __enter__(self) -> Self:
-        """The writer itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
-
     def _join(self) -> None:
         for _ in self._threads:
             self._queue.put(None)
@@ -131,26 +119,18 @@ class ShardWriter:
         self._threads = []
 
     def _work(self) -> None:
-        """A writer thread: after a failure the rest is only released, so that nobody waits for a place in the arena."""
-        while True:
-            chunk = self._queue.get()
-            if chunk is None:
-                return
+        """A writer thread: hash, write, give the place back. After a failure the rest is only given back."""
+        while (chunk := self._queue.get()) is not None:
             try:
-                if self._failed is None:
-                    self._write(chunk)
+                if self._failed is not None:
+                    continue
+                digests, first = self._digests[chunk.file], chunk.offset // BLOCK_BYTES
+                # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it.
+                data = self._arena.view(chunk.slot, -(-chunk.length // PAGE_BYTES) * PAGE_BYTES)
+                for index, start in enumerate(range(0, chunk.length, BLOCK_BYTES)):
+                    digests[first + index] = digest(data[start : min(start + BLOCK_BYTES, chunk.length)])
+                self._uploads[chunk.file].write_at(len(self._headers[chunk.file]) + chunk.offset, data)
             except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
                 self._failed = err
             finally:
-                self._arena.release(chunk.slot)
-
-    def _write(self, chunk: Chunk) -> None:
-        data = self._arena.view(chunk.slot, chunk.length)
-        digests = self._digests[chunk.file]
-        first = chunk.offset // BLOCK_BYTES
-        for index, start in enumerate(range(0, chunk.length, BLOCK_BYTES)):
-            digests[first + index] = digest(data[start : start + BLOCK_BYTES])
-        # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it off.
-        padded = -(-chunk.length // PAGE_BYTES) * PAGE_BYTES
-        offset = len(self._headers[chunk.file]) + chunk.offset
-        self._uploads[chunk.file].write_at(offset, self._arena.view(chunk.slot, padded))
+                self._arena.free.put(chunk.slot)

@@ -13,24 +13,15 @@ import msgspec
 from keepstep.errors import CorruptError
 from keepstep.format.box import Box
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.layout import Part, parts
+from keepstep.format.layout import Part, Structure, Want, parts
 from keepstep.format.shardfile import Entry
-from keepstep.format.structure import Structure
 
-__all__ = ["Piece", "Read", "Want", "find_pieces", "plan_reads"]
+__all__ = ["Piece", "Read", "find_pieces", "plan_reads"]
 
 SPAN_BYTES = 1 << 22
 """The most bytes read at once where only some of them are needed."""
 RUN_BYTES = 1 << 16
 """Runs at least this long are read one by one instead of together with what lies between them."""
-
-
-class Want(msgspec.Struct, frozen=True, gc=False):
-    """A box of a stored tensor that this rank needs. ``dense`` says that the target's memory for it has no gaps."""
-
-    key: str
-    box: Box
-    dense: bool = True
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -88,7 +79,8 @@ def find_pieces(stored: Structure, wants: list[Want], rank: int) -> list[Piece]:
             covered = sum(piece.overlap.elements for piece in here)
             if covered != want.box.elements:
                 raise CorruptError(
-                    f"{want.key!r}: {covered:,} of {want.box.elements:,} elements of {want.box} are stored; the rest is missing"
+                    f"{want.key!r}: {covered:,} of {want.box.elements:,} elements of {want.box} are stored,"
+                    " the rest is missing"
                 )
         found.extend(here)
     return found

@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.errors import MismatchError
-from keepstep.format.box import Box, check_partition, whole
+from keepstep.format.box import Box, check_partition
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.layout import Cut, Layout, Mesh, parts, rank_elements
+from keepstep.format.layout import Cut, Layout, Mesh, Structure, TensorSpec, parts, rank_elements
 from keepstep.format.manifest import STATE_FOLDER
 from keepstep.format.shardfile import Entry, digest
-from keepstep.format.structure import Structure, TensorSpec
 
 __all__ = [
     "Extra",
@@ -122,22 +121,24 @@ def assign_writers(live: Structure, world: int) -> Structure:
     load = np.zeros(world, dtype=np.int64)
     stored: list[TensorSpec | None] = [None] * len(live.tensors)
     whole_to_one: list[tuple[int, int]] = []
-    resolved: dict[tuple[int, int, str], int] = {}
+    resolved: dict[tuple[int, int, str], tuple[int, bool]] = {}
     per_layout: dict[int, npt.NDArray[np.int64]] = {}
     for index, spec in enumerate(live.tensors):
         layout = live.layouts[spec.layout]
         item = ITEM_BYTES[spec.dtype]
-        known = resolved.get((spec.layout, item, spec.rule))
-        if known is None:
-            settled = _settle(spec, layout, meshes)
-            if settled is None:
+        settled = resolved.get((spec.layout, item, spec.rule))
+        if settled is None:
+            chosen, tiny = _settle(spec, layout, meshes)
+            if chosen is None:
                 whole_to_one.append((math.prod(layout.shape) * item, index))
                 continue
-            known = resolved[spec.layout, item, spec.rule] = table.setdefault(settled, len(table))
-            per_layout[known] = rank_elements(settled, meshes, world)
+            settled = resolved[spec.layout, item, spec.rule] = table.setdefault(chosen, len(table)), tiny
+            per_layout[settled[0]] = rank_elements(chosen, meshes, world)
+        known, tiny = settled
         load += per_layout[known] * item
-        stored[index] = msgspec.structs.replace(spec, layout=known, folder=_folder(spec, layout, world))
-    for size, index in sorted(whole_to_one, key=lambda item: (-item[0], item[1])):
+        folder = STATE_FOLDER if tiny else spec.folder
+        stored[index] = TensorSpec(spec.key, spec.dtype, known, folder, spec.rule)
+    for _, index in sorted(whole_to_one, key=lambda item: (-item[0], item[1])):
         spec = live.tensors[index]
         layout = live.layouts[spec.layout]
         owned = _least_loaded(layout, meshes, load)
@@ -172,15 +173,24 @@ def rank_files(
         item = ITEM_BYTES[spec.dtype]
         for piece, part in enumerate(held[spec.layout]):
             name = spec.key if part.box.sizes == shape else f"{spec.key}{part.box}"
-            entry = Entry(name, spec.key, spec.dtype, shape, part.box, 0, part.box.elements * item)
+            entry = Entry(name, spec.key, spec.dtype, shape, part.box, 0, math.prod(part.box.sizes) * item)
             items.append((-item, spec.dtype, Slot(entry, live, part.local, piece)))
     for extra in extras:
-        box = whole(extra.shape)
-        size = box.elements * ITEM_BYTES[extra.dtype]
+        box = Box((0,) * len(extra.shape), extra.shape)
+        size = math.prod(extra.shape) * ITEM_BYTES[extra.dtype]
         entry = Entry(extra.name, extra.name, extra.dtype, extra.shape, box, 0, size)
         pending.setdefault(STATE_FOLDER, []).append((-ITEM_BYTES[extra.dtype], extra.dtype, Slot(entry, -1, ())))
-    order = sorted(pending, key=lambda folder: folder == STATE_FOLDER)
-    return tuple(_lay_out(folder, pending[folder]) for folder in order)
+    files = []
+    for folder in sorted(pending, key=lambda folder: folder == STATE_FOLDER):
+        slots, position = [], 0
+        # Largest element first, so that every tensor is aligned to its own element size without holes.
+        for _, _, slot in sorted(pending[folder], key=lambda item: item[:2]):
+            old, start = slot.entry, position
+            position += old.stop
+            entry = Entry(old.name, old.key, old.dtype, old.shape, old.box, start, position)
+            slots.append(Slot(entry, slot.tensor, slot.local, slot.piece))
+        files.append(FilePlan(folder, tuple(slots), position))
+    return tuple(files)
 
 
 def expected_bytes(stored: Structure, world: int) -> dict[str, npt.NDArray[np.int64]]:
@@ -195,19 +205,6 @@ def expected_bytes(stored: Structure, world: int) -> dict[str, npt.NDArray[np.in
         folder: sum((elements[layout] * weight for layout, weight in here.items()), np.zeros(world, dtype=np.int64))
         for folder, here in weights.items()
     }
-
-
-def _lay_out(folder: str, items: list[tuple[int, str, Slot]]) -> FilePlan:
-    """Largest element first, so that every tensor is aligned to its own element size without holes."""
-    slots = []
-    position = 0
-    for _, _, slot in sorted(items, key=lambda item: item[:2]):
-        stop = position + slot.entry.stop
-        entry = slot.entry
-        placed = Entry(entry.name, entry.key, entry.dtype, entry.shape, entry.box, position, stop)
-        slots.append(Slot(placed, slot.tensor, slot.local, slot.piece))
-        position = stop
-    return FilePlan(folder, tuple(slots), position)
 
 
 def _add_mesh(meshes: list[Mesh], mesh: Mesh) -> int:
@@ -249,30 +246,34 @@ def _joined(held_by: list[tuple[tuple[int, ...], TensorSpec, Layout]], meshes: l
     return chosen
 
 
-def _settle(spec: TensorSpec, layout: Layout, meshes: list[Mesh]) -> Layout | None:
-    """The stored layout where it does not depend on what else there is; None for "whole, to whoever has least"."""
+def _settle(spec: TensorSpec, layout: Layout, meshes: list[Mesh]) -> tuple[Layout | None, bool]:
+    """The stored layout where it does not depend on what else there is; None for "whole, to whoever has least".
+
+    Also says whether it is a tiny replica: those lie with the first rank, whose state file every rank opens anyway.
+    """
     if layout.boxes is not None:
         check_partition(spec.key, layout.shape, [box for _, box in layout.boxes])
-        return layout
+        return layout, False
     mesh = meshes[layout.mesh]
     replicas = [cut for cut in layout.cuts if cut.kind == "R"]
     if not replicas:
-        return layout
+        return layout, False
     size = math.prod(layout.shape) * ITEM_BYTES[spec.dtype]
     kept = tuple(cut for cut in layout.cuts if cut.kind != "R")
-    if spec.rule == "first" or (not kept and size < TINY_BYTES):
-        return Layout(layout.shape, layout.mesh, (*kept, *(Cut(cut.axis, "O") for cut in replicas)))
+    tiny = not kept and size < TINY_BYTES
+    if spec.rule == "first" or tiny:
+        return Layout(layout.shape, layout.mesh, (*kept, *(Cut(cut.axis, "O") for cut in replicas))), tiny
     shards = math.prod(mesh.shape[cut.axis] for cut in kept)
     copies = math.prod(mesh.shape[cut.axis] for cut in replicas)
     if size // (shards * copies) < SPLIT_BYTES:
-        return None
+        return None, False
     lengths = list(layout.shape)
     for cut in kept:
         lengths[cut.dim] //= mesh.shape[cut.axis]
     dim = next((d for d, length in enumerate(lengths) if length >= copies), None)
     if dim is None:
-        return None
-    return Layout(layout.shape, layout.mesh, (*kept, *(Cut(cut.axis, "B", dim) for cut in replicas)))
+        return None, False
+    return Layout(layout.shape, layout.mesh, (*kept, *(Cut(cut.axis, "B", dim) for cut in replicas))), False
 
 
 def _least_loaded(layout: Layout, meshes: list[Mesh], load: npt.NDArray[np.int64]) -> Layout:
@@ -287,9 +288,3 @@ def _least_loaded(layout: Layout, meshes: list[Mesh], load: npt.NDArray[np.int64
     index = dict(zip(sorted(axes), (int(i) for i in chosen), strict=True))
     cuts = [Cut(cut.axis, "O", 0, index[cut.axis]) if cut.kind == "R" else cut for cut in layout.cuts]
     return Layout(layout.shape, layout.mesh, tuple(cuts))
-
-
-def _folder(spec: TensorSpec, layout: Layout, world: int) -> str:
-    tiny = math.prod(layout.shape) * ITEM_BYTES[spec.dtype] < TINY_BYTES
-    replicated = layout.boxes is None and layout.cuts and all(cut.kind == "R" for cut in layout.cuts)
-    return STATE_FOLDER if world > 1 and tiny and replicated else spec.folder

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,10 +19,9 @@ from torch import nn
 
 from keepstep.errors import UnsafeValueError, UsageError
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.keys import join
+from keepstep.format.layout import Mesh, Structure, TensorSpec
 from keepstep.format.manifest import STATE_FOLDER, Component, safe_folder
-from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, encode
-from keepstep.format.structure import Structure, TensorSpec
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, encode, join
 from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
@@ -32,6 +31,7 @@ __all__ = ["Collector", "Snapshot", "capture", "names_of"]
 
 LARGE_ARRAY_BYTES = 1 << 16
 MAX_FOLDERS = 12
+_KINDS: dict[type, str] = {RankRef: "per_rank", TensorRef: "tensor"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -65,17 +65,21 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
     """
     if not isinstance(state, Mapping) or not all(type(name) is str and name for name in state):
         raise UsageError(f"a state is a TrainState or a dict with non-empty string keys, not {type(state).__name__}")
-    collector = Collector(LayoutTable(rank, world), names_of(state))
+    collector = Collector(LayoutTable(rank, world, [Mesh((world,))]), state)
     tree: dict[str, Any] = {}
     components: dict[str, Component] = {}
     for name, value in state.items():
         path = join("", name)
-        collector.folder = _folder(name, value, components)
+        # Containers of tensors get files of their own, so that a model can be read without its optimizer.
+        bare = isinstance(value, torch.Tensor | Sharded)
+        crowded = len({part.folder for part in components.values()}) >= MAX_FOLDERS
+        collector.folder = STATE_FOLDER if bare or crowded or not safe_folder(name) else name
         before, size = len(collector.specs), collector.tensor_bytes
         tree[name] = collector.visit(value, path)
         tensors = len(collector.specs) - before
         folder = collector.folder if tensors else STATE_FOLDER
-        kind = collector.kind(tree[name])
+        node = tree[name]
+        kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
         components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
     if collector.refused:
         raise UnsafeValueError(collector.refused)
@@ -105,19 +109,12 @@ def names_of(state: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
-def _folder(name: str, value: Any, components: dict[str, Component]) -> str:
-    """Containers of tensors get files of their own, so that a model can be read without its optimizer."""
-    bare = isinstance(value, torch.Tensor | Sharded)
-    used = {component.folder for component in components.values()}
-    return STATE_FOLDER if bare or not safe_folder(name) or len(used) >= MAX_FOLDERS else name
-
-
 @dataclass(slots=True)
 class Collector:
     """The walk itself. ``own_values`` and ``own`` collect what belongs to this rank alone."""
 
     table: LayoutTable
-    names: dict[int, str]
+    state: Mapping[str, Any]
     folder: str = STATE_FOLDER
     specs: list[TensorSpec] = field(default_factory=list)
     locals: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
@@ -130,14 +127,6 @@ class Collector:
     _first_wins: frozenset[str] = frozenset()
     _open: set[int] = field(default_factory=set)
     _seen: dict[Any, str] = field(default_factory=dict)
-
-    def kind(self, node: Any) -> str:
-        """What a component is, for the manifest."""
-        if type(node) is ObjectNode:
-            return node.kind
-        if type(node) is RankRef:
-            return "per_rank"
-        return "tensor" if type(node) is TensorRef else "values"
 
     def visit(self, value: Any, path: str) -> Any:
         """The tree node for a value; containers are walked, everything else is left to the encoder to accept."""
@@ -159,7 +148,7 @@ class Collector:
         kind = type(value)
         if kind in _MAPPINGS:
             items = ((key, self.visit(item, join(path, key))) for key, item in value.items())
-            return defaultdict(value.default_factory, items) if kind is defaultdict else kind(items)
+            return defaultdict(value.default_factory, dict(items)) if kind is defaultdict else cast(Any, kind)(items)
         if kind in _SEQUENCES:
             walked = [self.visit(item, join(path, i)) for i, item in enumerate(value)]
             return deque(walked, value.maxlen) if kind is deque else kind(walked)
@@ -181,7 +170,9 @@ class Collector:
             self._first_wins = frozenset()
             return ObjectNode("module", type(inner).__name__, tree)
         if isinstance(value, torch.optim.Optimizer):
-            return ObjectNode("optimizer", type(value).__name__, self._walk(optimizer_state(value, self.names), path))
+            return ObjectNode(
+                "optimizer", type(value).__name__, self._walk(optimizer_state(value, names_of(self.state)), path)
+            )
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
         return value

@@ -1,12 +1,11 @@
-"""One tree of plain values from those of ranks that differ: what belongs to parts of a model is joined, the rest must agree."""
+"""One tree of plain values from those of ranks that differ: parts of a model are joined, the rest must agree."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from keepstep.errors import MismatchError
-from keepstep.format.keys import join
-from keepstep.format.objects import ObjectNode, TensorRef
+from keepstep.format.objects import ObjectNode, TensorRef, join
 
 __all__ = ["merge_trees"]
 
@@ -88,9 +87,8 @@ def _merge_optimizers(trees: Ranked, path: str, problems: list[str]) -> dict[Any
                 rank, other = fields.setdefault(name, (ranks[0], group))
                 differing = sorted(k for k in group if k != "params" and not _same(group[k], other.get(k)))
                 if differing:
-                    problems.append(
-                        f"{join(path, 'param_groups')}: {name!r} has other {', '.join(differing)} on rank {rank} than on rank {ranks[0]}"
-                    )
+                    where, what = join(path, "param_groups"), ", ".join(differing)
+                    problems.append(f"{where}: {name!r} has other {what} on rank {rank} than on rank {ranks[0]}")
             groups.append(group)
     rest = [(ranks, {key: value for key, value in tree.items() if key != "param_groups"}) for ranks, tree in trees]
     merged: dict[Any, Any] = _merge(rest, path, problems, inside=True)

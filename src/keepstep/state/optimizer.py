@@ -86,7 +86,7 @@ def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) ->
     or one live group whose parameters were saved with different fields.
     """
     by_name = {name: group for group in saved for name in group["params"]}
-    problems = []
+    problems: list[str] = []
     matched = []
     empty = [group for group in saved if not group["params"]]
     for index, names in enumerate(view.group_names):
@@ -112,10 +112,15 @@ def apply_groups(view: OptimizerView, fields: list[dict[str, Any]]) -> None:
 
     A learning rate that is a tensor on both sides is filled in place: schedulers and captured graphs hold that tensor.
     """
+    filled: set[int] = set()
     for group, saved in zip(view.optimizer.param_groups, fields, strict=True):
         for key, value in saved.items():
             live = group.get(key)
             if isinstance(live, torch.Tensor) and (isinstance(value, int | float) or _same_kind(live, value)):
+                if id(live) in filled and not bool((live == value).all()):
+                    # PyTorch gives all groups the one tensor it was built with; values saved apart must stay apart.
+                    live = group[key] = live.clone()
+                filled.add(id(live))
                 with torch.no_grad():
                     live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(value)
             else:

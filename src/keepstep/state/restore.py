@@ -16,20 +16,18 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
-from keepstep.format.keys import join
-from keepstep.format.layout import parts
-from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue
-from keepstep.plan.load_plan import Want
+from keepstep.format.layout import Want, parts
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.state.capture import names_of, wrapped
 from keepstep.state.marks import PerRank, Sharded
+from keepstep.state.memory import fits, pointer, state_like
 from keepstep.state.module import module_state, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups
-from keepstep.state.rng import RngStreams
-from keepstep.state.shard import LayoutTable, Shard, is_dtensor, torch_dtype
+from keepstep.state.shard import LayoutTable, Shard, torch_dtype, writable
+from keepstep.state.values import ABSENT, child, has_tensors, materialise
 
 __all__ = ["Binder", "ComponentReport", "Origin", "materialise"]
 
-_ABSENT = object()
 Finish = Callable[[], None]
 
 
@@ -64,7 +62,7 @@ class Binder:
     """
 
     table: LayoutTable
-    names: dict[int, str]
+    state: Mapping[str, Any]
     origin: Origin
     strict: bool = True
     cast: bool = False
@@ -79,22 +77,17 @@ class Binder:
     _report: ComponentReport = field(default_factory=ComponentReport)
     _casts: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, state: Mapping[str, Any], origin: Origin, *, rank: int, world: int, strict: bool, cast: bool) -> Binder:
-        """A binder for this target state."""
-        return cls(LayoutTable(rank, world), names_of(state), origin, strict, cast)
-
-    def bind_component(self, state: Any, name: str, node: Any) -> None:
+    def bind_component(self, name: str, node: Any) -> None:
         """Binds one component of the state to its saved tree; changes nothing yet."""
         self._report = self.reports.setdefault(name, ComponentReport())
         path = join("", name)
-        target = state[name]
+        target = self.state[name]
         if type(target) is PerRank and type(node) is not RankRef:
             self.mismatches.append(f"{path}: the target is per_rank, the checkpoint has one value for all ranks")
             return
         value = self._bind(target, node, path)
         if value is not target:
-            self._finish.append(lambda: _assign(state, name, materialise(value, self._values)))
+            self._finish.append(lambda: _assign(self.state, name, materialise(value, self._values)))
 
     def finish(self) -> None:
         """Gives back everything that was not read in place. Only after every byte was read and proved, on all ranks."""
@@ -124,7 +117,7 @@ class Binder:
     def _bind_dict(self, target: dict[Any, Any], node: dict[Any, Any], path: str) -> Any:
         for key in target.keys() - node.keys():
             self._lose(target[key], join(path, key))
-        made = {key: self._bind(target.get(key, _ABSENT), item, join(path, key)) for key, item in node.items()}
+        made = {key: self._bind(target.get(key, ABSENT), item, join(path, key)) for key, item in node.items()}
 
         def finish() -> None:
             for key in [key for key in target if key not in made]:
@@ -139,7 +132,7 @@ class Binder:
         for index in range(len(node), len(target)):
             self._lose(target[index], join(path, index))
         made = [
-            self._bind(target[index] if index < len(target) else _ABSENT, item, join(path, index))
+            self._bind(target[index] if index < len(target) else ABSENT, item, join(path, index))
             for index, item in enumerate(node)
         ]
 
@@ -170,16 +163,16 @@ class Binder:
         if self.strict:
             self.mismatches.append(f"{path}: {text}")
 
-    def _plain(self, node: Any, path: str, target: Any = _ABSENT) -> Any:
+    def _plain(self, node: Any, path: str, target: Any = ABSENT) -> Any:
         """A saved tree whose tensors get memory of their own; ``target`` shows how, where it has them too."""
         if type(node) is TensorRef:
             like = target if isinstance(target, torch.Tensor) else None
-            return self._bind_tensor(_ABSENT if like is None else like, node, path, fresh=True)
+            return self._bind_tensor(ABSENT if like is None else like, node, path, fresh=True)
         if type(node) in (dict, OrderedDict, defaultdict):
-            items = ((k, self._plain(v, join(path, k), _child(target, k))) for k, v in node.items())
+            items = ((k, self._plain(v, join(path, k), child(target, k))) for k, v in node.items())
             return defaultdict(node.default_factory, items) if type(node) is defaultdict else type(node)(items)
         if type(node) in (list, tuple, deque):
-            walked = [self._plain(item, join(path, i), _child(target, i)) for i, item in enumerate(node)]
+            walked = [self._plain(item, join(path, i), child(target, i)) for i, item in enumerate(node)]
             return deque(walked, node.maxlen) if type(node) is deque else type(node)(walked)
         if type(node) is ObjectNode:
             return self._plain(node.tree, path, target)
@@ -192,7 +185,7 @@ class Binder:
             return ref
         live = isinstance(target, torch.Tensor) or type(target) is Sharded
         if not live:
-            if target is not _ABSENT and not fresh:
+            if target is not ABSENT and not fresh:
                 self.mismatches.append(f"{path}: a {type(target).__name__} in the target, a tensor in the checkpoint")
             elif self._add(path, torch.empty(ref.shape, dtype=torch_dtype(ref.dtype)), ref, fresh=True):
                 self._report.restored += 1
@@ -227,7 +220,7 @@ class Binder:
             self._casts[path] = (target, temporary)
             self._report.cast.append(path)
             shard = self.table.describe(temporary)
-        if any(not _writable(local) for local in shard.locals):
+        if any(not writable(local) for local in shard.locals):
             self.mismatches.append(f"{path}: the target's elements share memory (an expanded or conjugated view)")
             return False
         if fresh:
@@ -236,23 +229,17 @@ class Binder:
             self.own_targets[ref.key] = shard.locals[0] if shard.locals else target
             return True
         key = self.origin.aliases.get(ref.key, ref.key)
-        return self._claim(path, key, shard) and self._want(key, shard)
+        if len(shard.locals) == 1 and shard.locals[0].numel():
+            local = shard.locals[0]
+            memory = (local.data_ptr(), local.stride(), shard.shape, shard.layout, local.device)
+            first = self._claimed.setdefault(memory, key)
+            if first != key:
+                self.mismatches.append(f"{path}: tied to {first} in the target, but saved as two separate tensors")
+                return False
+        self._want(key, shard)
+        return True
 
-    def _claim(self, path: str, key: str, shard: Shard) -> bool:
-        """Whether this memory is not already to be filled from another saved tensor."""
-        if len(shard.locals) != 1 or not shard.locals[0].numel():
-            return True
-        local = shard.locals[0]
-        first = self._claimed.setdefault(
-            (local.data_ptr(), local.stride(), shard.shape, shard.layout, local.device), key
-        )
-        if first != key:
-            self.mismatches.append(
-                f"{path}: tied to {first} in the target, but the checkpoint has two separate tensors"
-            )
-        return first == key
-
-    def _want(self, key: str, shard: Shard) -> bool:
+    def _want(self, key: str, shard: Shard) -> None:
         layout = self.table.layouts[shard.layout]
         held = parts(layout, self.table.meshes, self.table.rank)
         for index, part in enumerate(held):
@@ -262,7 +249,6 @@ class Binder:
                     view = view.narrow(dim, start, size)
             self.wants.append(Want(key, part.box, view.is_contiguous()))
             self.targets.append(view)
-        return True
 
     def _bind_rank(self, target: Any, node: RankRef, path: str) -> Any:
         """This rank's own value, by the rule that was saved with it."""
@@ -309,12 +295,12 @@ class Binder:
                     self._bind_tensor(inner[name], node.tree[name], join(path, name))
             return target
         if hasattr(target, "load_state_dict"):
-            live = target.state_dict() if _has_tensors(node.tree) and hasattr(target, "state_dict") else _ABSENT
+            live = target.state_dict() if has_tensors(node.tree) and hasattr(target, "state_dict") else ABSENT
             tree = self._plain(node.tree, path, live)
-            self._report.restored += not _has_tensors(node.tree)
+            self._report.restored += not has_tensors(node.tree)
             self._finish.append(lambda: target.load_state_dict(materialise(tree, self._values)))
             return target
-        if target is _ABSENT or isinstance(target, dict):
+        if target is ABSENT or isinstance(target, dict):
             return self._plain(node.tree, path)
         self.mismatches.append(
             f"{path}: saved from a {node.type_name} ({node.kind}), the target is a {type(target).__name__}"
@@ -324,7 +310,7 @@ class Binder:
     def _bind_module(self, target: nn.Module, tree: dict[str, Any], path: str) -> Any:
         module = unwrap(target)
         live = module_state(module)
-        memory = {_pointer(t) for t in (*module.parameters(), *module.buffers())}
+        memory = {pointer(t) for t in (*module.parameters(), *module.buffers())}
         values: dict[str, Any] = {}
         filled: set[str] = set()
         for name in live:
@@ -332,13 +318,13 @@ class Binder:
                 self._miss(join(path, name), "in the target module, not in the checkpoint")
         for name, node in tree.items():
             below = join(path, name)
-            value = live.get(name, _ABSENT)
+            value = live.get(name, ABSENT)
             extra = name.rpartition(".")[2] == "_extra_state"
-            if value is _ABSENT and not extra:
+            if value is ABSENT and not extra:
                 self._surplus(below, "in the checkpoint, not in the target module")
             elif isinstance(value, torch.Tensor) and not extra:
                 values[name] = self._bind(value, node, below)
-                if _pointer(value) in memory or not value.numel():
+                if pointer(value) in memory or not value.numel():
                     filled.add(name)
             else:
                 values[name] = self._plain(node, below)
@@ -349,7 +335,7 @@ class Binder:
         return target
 
     def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
-        view = OptimizerView(optimizer, self.names)
+        view = OptimizerView(optimizer, names_of(self.state))
         fields, problems = match_groups(view, tree["param_groups"], path)
         self.mismatches.extend(problems)
         states: dict[Any, Any] = {}
@@ -391,34 +377,13 @@ class Binder:
                 continue
             device = view.placed(name, item, group, node)
             there = live.get(key)
-            if isinstance(there, torch.Tensor) and _fits(there, item, parameter, device):
+            if isinstance(there, torch.Tensor) and fits(there, item, parameter, device):
                 made[key] = self._bind_tensor(there, item, below)
             else:
                 made[key] = item
-                if self._add(below, _state_like(parameter, item, device), item, fresh=True):
+                if self._add(below, state_like(parameter, item, device), item, fresh=True):
                     self._report.restored += 1
         return made
-
-
-def materialise(tree: Any, values: Mapping[str, Any]) -> Any:
-    """The tree with tensors for references and torch's own values for their texts."""
-    kind = type(tree)
-    if kind is TensorRef:
-        value = values[tree.key]
-        return value.numpy() if tree.form == "array" else value
-    if kind in (dict, OrderedDict, defaultdict):
-        items = ((key, materialise(item, values)) for key, item in tree.items())
-        return defaultdict(tree.default_factory, items) if kind is defaultdict else kind(items)
-    if kind in (list, tuple, deque):
-        walked = [materialise(item, values) for item in tree]
-        return deque(walked, tree.maxlen) if kind is deque else kind(walked)
-    if kind is TorchValue:
-        if tree.kind == "size":
-            return torch.Size(int(part) for part in tree.text.split(",") if part)
-        return torch.device(tree.text) if tree.kind == "device" else torch_dtype(tree.text)
-    if kind is ObjectNode:
-        return materialise(tree.tree, values)
-    return tree
 
 
 def _set_state(view: OptimizerView, values: dict[Any, Any]) -> None:
@@ -436,57 +401,6 @@ def _set_state(view: OptimizerView, values: dict[Any, Any]) -> None:
     for key, value in values.items():
         if key not in view.parameters:
             state[key] = value
-
-
-def _state_like(parameter: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
-    """New memory for a state tensor: shaped like the parameter where it has its shape, whole otherwise."""
-    dtype = torch_dtype(ref.dtype)
-    if tuple(parameter.shape) == ref.shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
-    if is_dtensor(parameter) and ref.form == "dtensor":
-        from torch.distributed.tensor import DTensor, Replicate
-
-        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-        whole = torch.empty(ref.shape, dtype=dtype, device=device)
-        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return torch.empty(ref.shape, dtype=dtype, device=device)
-
-
-def _fits(live: torch.Tensor, ref: TensorRef, parameter: torch.Tensor, device: torch.device) -> bool:
-    same = tuple(live.shape) == ref.shape and live.dtype == torch_dtype(ref.dtype) and live.device == device
-    return same and (is_dtensor(live) or not is_dtensor(parameter) or tuple(parameter.shape) != ref.shape)
-
-
-def _writable(local: torch.Tensor) -> bool:
-    repeated = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
-    return not repeated and not local.is_conj() and not local.is_neg()
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    local: Any = tensor
-    if is_dtensor(tensor):
-        with torch.no_grad():
-            local = local.to_local()
-    try:
-        return int(local.data_ptr())
-    except RuntimeError:
-        return -1
-
-
-def _child(target: Any, key: Any) -> Any:
-    if isinstance(target, Mapping):
-        return target.get(key, _ABSENT)
-    if isinstance(target, list | tuple) and isinstance(key, int) and key < len(target):
-        return target[key]
-    return _ABSENT
-
-
-def _has_tensors(tree: Any) -> bool:
-    if type(tree) is TensorRef:
-        return True
-    if isinstance(tree, Mapping):
-        return any(_has_tensors(item) for item in tree.values())
-    return isinstance(tree, list | tuple | deque) and any(_has_tensors(item) for item in tree)
 
 
 def _assign(state: Any, name: str, value: Any) -> None:

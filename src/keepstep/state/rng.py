@@ -44,7 +44,7 @@ class RngStreams:
         """Seeds new streams for a rank that had none: distinct by rank, the same at every load of the same state."""
         seed = digest(state["torch"] + rank.to_bytes(8, "little") + world.to_bytes(8, "little"))
         random.seed(seed)
-        np.random.seed(seed % (1 << 32))  # noqa: NPY002  the global generator is the one user code draws from
+        np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed % (1 << 63))
 
 

@@ -17,7 +17,7 @@ from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Cut, Layout, Mesh, parts
 from keepstep.state.marks import Sharded
 
-__all__ = ["LayoutTable", "Shard", "dtype_name", "is_dtensor", "torch_dtype"]
+__all__ = ["LayoutTable", "Shard", "dtype_name", "is_dtensor", "torch_dtype", "writable"]
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEM_BYTES if isinstance(getattr(torch, name, None), torch.dtype)
@@ -59,18 +59,14 @@ def is_dtensor(value: object) -> bool:
 
 @dataclass(slots=True)
 class LayoutTable:
-    """Collects the meshes and layouts of a state, each once. ``world`` is the number of ranks, ``rank`` this one."""
+    """Collects meshes and layouts, each once. ``world`` is the number of ranks, ``rank`` this one; mesh 0 is the world."""
 
     rank: int
     world: int
-    meshes: list[Mesh] = field(default_factory=list)
+    meshes: list[Mesh]
     layouts: list[Layout] = field(default_factory=list)
     _known: dict[Any, int] = field(default_factory=dict)
     _mesh_of: dict[int, tuple[Any, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Mesh 0 is always the whole world."""
-        self.meshes.append(Mesh((self.world,)))
 
     def describe(self, tensor: Any) -> Shard:
         """The shard this rank holds.
@@ -188,6 +184,12 @@ def check_storable(local: torch.Tensor) -> str:
             f"a {type(local).__name__} has no bytes of its own and no __tensor_flatten__ that names its parts"
         )
     return dtype
+
+
+def writable(local: torch.Tensor) -> bool:
+    """Whether bytes can be put into this memory: no element stands for several, none is read through a conjugation."""
+    repeated = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
+    return not repeated and not local.is_conj() and not local.is_neg()
 
 
 def _has_bytes(local: torch.Tensor) -> bool:

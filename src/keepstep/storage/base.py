@@ -6,8 +6,9 @@ committed is not visible under its name. What ``commit``, ``put`` and ``put_new`
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -76,12 +77,12 @@ class Blob(ABC):
 
 
 class Storage(ABC):
-    """A place for blobs below one root. Every method may be called from any thread; errors are StorageError."""
+    """A place for blobs below one root. Every method may be called from any thread; errors are StorageError.
 
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """What a person would call this place, for messages and comparison between ranks."""
+    ``url`` is what a person would call this place, for messages and for comparison between ranks.
+    """
+
+    url: str
 
     @abstractmethod
     def create(self, name: str, size_hint_bytes: int) -> Upload:
@@ -104,11 +105,11 @@ class Storage(ABC):
         """(name, size in bytes) of every blob below the folder ``prefix`` ("" for all), in any order."""
 
     @abstractmethod
-    def folders(self) -> list[str]:
+    def folders(self) -> Sequence[str]:
         """The names of the folders directly below the root, in any order; cheap even when they hold many blobs."""
 
     @abstractmethod
-    def delete(self, names: list[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         """Removes blobs; those already gone are no error. Folders left empty may go too."""
 
 
@@ -118,11 +119,7 @@ class Subfolder(Storage):
     def __init__(self, parent: Storage, folder: str) -> None:
         self._parent = parent
         self._prefix = f"{check_name(folder)}/"
-
-    @property
-    def url(self) -> str:
-        """The parent's, and the folder."""
-        return f"{self._parent.url}/{self._prefix[:-1]}"
+        self.url = f"{parent.url}/{folder}"
 
     def create(self, name: str, size_hint_bytes: int) -> Upload:
         """See Storage."""
@@ -145,11 +142,11 @@ class Subfolder(Storage):
         cut = len(self._prefix)
         return ((name[cut:], size) for name, size in self._parent.list((self._prefix + prefix).rstrip("/")))
 
-    def folders(self) -> list[str]:
+    def folders(self) -> Sequence[str]:
         """See Storage."""
         return sorted({name.split("/", 1)[0] for name, _ in self.list("") if "/" in name})
 
-    def delete(self, names: list[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         """See Storage."""
         self._parent.delete([self._prefix + name for name in names])
 
@@ -173,7 +170,7 @@ def read_blob(storage: Storage, name: str, limit_bytes: int) -> bytes:
         CorruptError: it is larger than ``limit_bytes``, so it cannot be what is looked for; nothing was allocated.
         StorageError: it is absent or cannot be read.
     """
-    with storage.open(name) as blob:
+    with contextlib.closing(storage.open(name)) as blob:
         if blob.size_bytes > limit_bytes:
             raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; at most {limit_bytes:,} are possible")
         data = bytearray(blob.size_bytes)

@@ -7,18 +7,21 @@ means: data fsynced, then the name put in place, then the folder fsynced, and ev
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from keepstep.errors import CorruptError, StorageError, UsageError
 from keepstep.storage.base import Blob, Storage, Upload, check_name
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "Place", "storage_of"]
 
 ALIGNMENT_BYTES = 4096
+Place = str | os.PathLike[str] | Storage
 PARTIAL = ".partial"
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -28,16 +31,12 @@ class LocalStorage(Storage):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).expanduser().absolute()
+        self.url = str(self.root)
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{str(self.root)!r} is a file, not a folder; nothing was written")
 
-    @property
-    def url(self) -> str:
-        """The absolute path."""
-        return str(self.root)
-
-    def create(self, name: str, size_hint_bytes: int) -> Upload:
-        """Opens ``<name>.partial`` for writing; ``commit`` gives it its name."""
+    def create(self, name: str, size_hint_bytes: int) -> _LocalUpload:
+        """Opens ``<name>.<random>.partial`` for writing; ``commit`` gives it its name."""
         path = self._path(name)
         try:
             _make_folders(path.parent)
@@ -49,52 +48,45 @@ class LocalStorage(Storage):
         """Opens the file; its size is taken once."""
         path = self._path(name)
         try:
-            # A link out of the root is not followed: names come from manifests, and manifests from anywhere.
-            if not path.parent.resolve().is_relative_to(self.root.resolve()):
-                raise OSError(errno.ELOOP, "a link leads out of the folder")
             return _LocalBlob(path, name)
+        except NotADirectoryError as err:
+            raise StorageError(
+                "open", name, FileNotFoundError(errno.ENOENT, "a file stands where a folder should")
+            ) from err
         except OSError as err:
             raise StorageError("open", name, err) from err
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a temporary file, fsyncs it, renames it over ``name``, fsyncs the folder."""
-        path = self._path(name)
-        try:
-            temporary = _write_temporary(path, data)
-            try:
-                temporary.replace(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
-            _sync_folder(path.parent)
-        except OSError as err:
-            raise StorageError("put", name, err) from err
+        with contextlib.closing(self.create(name, len(data))) as upload:
+            upload.write_at(0, memoryview(data))
+            upload.commit(len(data))
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Like ``put``, but by a hard link, which fails when the name is taken."""
-        path = self._path(name)
-        try:
-            temporary = _write_temporary(path, data)
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return False
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(path.parent)
-        except OSError as err:
-            raise StorageError("put", name, err) from err
-        return True
+        with contextlib.closing(self.create(name, len(data))) as upload:
+            upload.write_at(0, memoryview(data))
+            return upload.commit_new(len(data))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Walks the folder; unfinished files (``.partial``) are listed too, so that they can be swept."""
-        start = self._path(prefix) if prefix else self.root
-        try:
-            yield from self._walk(start)
-        except OSError as err:
-            raise StorageError("list", prefix or ".", err) from err
+        # (Of a name below it, so that the folder itself is no link either.)
+        pending = [self._path(f"{prefix}/x").parent if prefix else self.root]
+        while pending:
+            try:
+                for item in os.scandir(pending.pop()):
+                    if item.is_dir(follow_symlinks=False):
+                        pending.append(Path(item.path))
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        size = item.stat(follow_symlinks=False).st_size
+                        yield Path(item.path).relative_to(self.root).as_posix(), size
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as err:
+                raise StorageError("list", prefix or ".", err) from err
 
-    def folders(self) -> list[str]:
+    def folders(self) -> Sequence[str]:
         """Folders directly below the root; links are not followed."""
         try:
             return [item.name for item in os.scandir(self.root) if item.is_dir(follow_symlinks=False)]
@@ -103,7 +95,7 @@ class LocalStorage(Storage):
         except OSError as err:
             raise StorageError("list", ".", err) from err
 
-    def delete(self, names: list[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         """Unlinks the files, then removes folders that became empty, up to the root."""
         folders = set()
         for name in names:
@@ -123,29 +115,19 @@ class LocalStorage(Storage):
                 raise StorageError("delete", folder.name, err) from err
             _prune_empty(folder, self.root)
 
-    def _walk(self, folder: Path) -> Iterator[tuple[str, int]]:
-        try:
-            found = list(os.scandir(folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for item in found:
-            if item.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(item.path))
-            else:
-                try:
-                    size = item.stat(follow_symlinks=False).st_size
-                except FileNotFoundError:
-                    continue
-                yield Path(item.path).relative_to(self.root).as_posix(), size
-
     def _path(self, name: str) -> Path:
-        return self.root / check_name(name)
+        path = self.root / check_name(name)
+        # A link out of the root is not followed: names come from manifests, and manifests from anywhere. Nor is it
+        # written through, or what was saved could not be read. (Path.resolve would raise for links in a circle.)
+        if not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(self.root)):
+            raise StorageError("use", name, OSError(errno.ELOOP, "a link leads out of the folder"))
+        return path
 
 
 class _LocalUpload(Upload):
     def __init__(self, path: Path) -> None:
         self._final = path
-        self._partial = path.with_name(path.name + PARTIAL)
+        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
         self._direct = -1
         self._buffered = os.open(self._partial, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o666)
         direct_flag = getattr(os, "O_DIRECT", 0)
@@ -158,48 +140,67 @@ class _LocalUpload(Upload):
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Direct where offset and length allow it and the file system agrees; through the page cache otherwise."""
-        try:
-            if self._direct >= 0 and offset % ALIGNMENT_BYTES == 0 and len(data) % ALIGNMENT_BYTES == 0:
-                try:
-                    _write_all(self._direct, offset, data)
-                except OSError as err:
-                    if err.errno not in _NO_DIRECT:
-                        raise
-                else:
-                    return
-            _write_all(self._buffered, offset, data)
-        except OSError as err:
-            raise StorageError("write", self._final.name, err) from err
+        aligned = offset % ALIGNMENT_BYTES == 0 and len(data) % ALIGNMENT_BYTES == 0
+        descriptor = self._direct if aligned and self._direct >= 0 else self._buffered
+        done = 0
+        # A single pwrite moves at most 2 GiB, and fewer when the disk fills; go on until all is written.
+        while done < len(data):
+            try:
+                moved = os.pwrite(descriptor, data[done:] if done else data, offset + done)
+            except OSError as err:
+                if descriptor == self._buffered or err.errno not in _NO_DIRECT:
+                    raise StorageError("write", self._final.name, err) from err
+                descriptor = self._buffered
+                continue
+            if not moved:
+                reason = OSError(errno.EIO, "the file system takes no more bytes and says no reason")
+                raise StorageError("write", self._final.name, reason)
+            done += moved
 
     def commit(self, size_bytes: int) -> None:
         """Cut to size, fsync the data, give the file its name, fsync the folder: in this order."""
         try:
             os.ftruncate(self._buffered, size_bytes)
             os.fsync(self._buffered)
-            self._partial.rename(self._final)
+            self._partial.replace(self._final)
             _sync_folder(self._final.parent)
         except OSError as err:
             raise StorageError("commit", self._final.name, err) from err
-        self._close_files()
+
+    def commit_new(self, size_bytes: int) -> bool:
+        """The same, unless the name is taken: False then."""
+        try:
+            os.ftruncate(self._buffered, size_bytes)
+            os.fsync(self._buffered)
+            try:
+                os.link(self._partial, self._final)
+            except FileExistsError:
+                return False
+            _sync_folder(self._final.parent)
+        except OSError as err:
+            raise StorageError("commit", self._final.name, err) from err
+        return True
 
     def close(self) -> None:
-        """Removes the partial file when it was not committed."""
+        """Closes the files and removes the partial one, which is gone already when it was committed."""
         if self._buffered >= 0:
-            self._close_files()
+            for descriptor in (self._direct, self._buffered):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._direct = self._buffered = -1
             self._partial.unlink(missing_ok=True)
-
-    def _close_files(self) -> None:
-        for descriptor in (self._direct, self._buffered):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._direct = self._buffered = -1
 
 
 class _LocalBlob(Blob):
     def __init__(self, path: Path, name: str) -> None:
         self._name = name
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-        self.size_bytes = os.fstat(self._descriptor).st_size
+        # Without O_NONBLOCK the open of a pipe would wait for somebody to write to it.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "not a regular file")
+        self.size_bytes = found.st_size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Reads through the page cache, which here is faster than direct reads, warm and cold."""
@@ -218,28 +219,6 @@ class _LocalBlob(Blob):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _write_all(descriptor: int, offset: int, data: memoryview) -> None:
-    """A single pwrite moves at most 2 GiB, and fewer when the disk fills; go on until all is written."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:] if done else data, offset + done)
-
-
-def _write_temporary(path: Path, data: bytes) -> Path:
-    _make_folders(path.parent)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    try:
-        _write_all(descriptor, 0, memoryview(data))
-        os.fsync(descriptor)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    return temporary
 
 
 def _make_folders(folder: Path) -> None:
@@ -268,3 +247,17 @@ def _prune_empty(folder: Path, root: Path) -> None:
         except OSError:
             return
         folder = folder.parent
+
+
+def storage_of(place: Place) -> Storage:
+    """The storage for a path; a Storage is taken as it is.
+
+    Raises:
+        UsageError: a URL whose scheme is not supported, an empty path, or a path that is a file.
+    """
+    if isinstance(place, Storage):
+        return place
+    text = os.fspath(place)
+    if not text or "://" in text:
+        raise UsageError(f"{text!r} is not a path; pass a local path or a Storage")
+    return LocalStorage(text)

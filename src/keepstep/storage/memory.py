@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from keepstep.errors import CorruptError, StorageError
 from keepstep.storage.base import Blob, Storage, Upload, check_name
@@ -16,14 +16,9 @@ class MemoryStorage(Storage):
     """Holds blobs as bytes in a dictionary. Durable only while the object lives."""
 
     def __init__(self, name: str = "memory") -> None:
-        self._name = name
+        self.url = f"memory://{name}"
         self._blobs: dict[str, bytes] = {}
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """``memory://`` and the name given."""
-        return f"memory://{self._name}"
 
     def create(self, name: str, size_hint_bytes: int) -> Upload:
         """Starts a blob that grows as it is written."""
@@ -56,11 +51,11 @@ class MemoryStorage(Storage):
         start = f"{check_name(prefix)}/" if prefix else ""
         return iter([item for item in found if item[0].startswith(start)])
 
-    def folders(self) -> list[str]:
+    def folders(self) -> Sequence[str]:
         """First segments of names that have more than one."""
         return sorted({name.split("/", 1)[0] for name, _ in self.list("") if "/" in name})
 
-    def delete(self, names: list[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         """Drops the entries."""
         with self._lock:
             for name in names:
