@@ -1,0 +1,186 @@
+"""Saved in one layout, loaded in another: every rank ends up with exactly its part of the whole tensor."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import keepstep as ks
+from tests.conftest import SEED
+from tests.resharding.reference import part_of, placed, raw
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+SHAPES = [(), (0,), (1,), (5,), (7, 3), (4, 6), (0, 4), (3, 0), (1, 9), (6, 2, 5), (2, 1, 3, 4), (1030, 260)]
+MESHES = {
+    "line": [0, 1, 2, 3],
+    "grid": [[0, 1], [2, 3]],
+    "column": [[0], [1], [2], [3]],
+    "turned": [[3, 1], [2, 0]],
+    "front": [0, 1],
+    "odd": [1, 3],
+    "back": [1, 2, 3],
+    "single": [2],
+}
+TENSORS = 120
+LOADS = 4
+
+
+def numbers(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(-1000, 1000, shape, generator=generator, dtype=dtype)
+    if dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def some_layout(rng, shape):
+    """A mesh by name and a placement for each of its dimensions; or None for a plain tensor on every rank."""
+    if rng.random() < 0.1:
+        return None
+    name = rng.choice(list(MESHES))
+    mesh = torch.tensor(MESHES[name])
+    placements = []
+    for _ in range(mesh.ndim):
+        if not shape or rng.random() < 0.3:
+            placements.append(Replicate())
+        else:
+            placements.append(Shard(rng.randrange(len(shape))))
+    if mesh.ndim == 2 and shape and rng.random() < 0.4:
+        # What fully sharded data parallelism over tensor parallelism makes.
+        dim = rng.randrange(len(shape))
+        placements = [_StridedShard(dim, split_factor=mesh.shape[1]), Shard(dim)]
+    elif shape and rng.random() < 0.1:
+        placements[-1] = _StridedShard(rng.randrange(len(shape)), split_factor=rng.choice([2, 3]))
+    return name, placements
+
+
+def sample(seed):
+    """For each tensor: shape, dtype, the layout to save in, the layouts to load in."""
+    rng = random.Random(seed)
+    chosen = []
+    for _ in range(TENSORS):
+        shape = rng.choice(SHAPES)
+        layouts = [some_layout(rng, shape) for _ in range(1 + LOADS)]
+        chosen.append((shape, rng.choice(DTYPES), layouts))
+    return chosen
+
+
+def live(whole, layout, meshes, rng):
+    if layout is None:
+        return whole.clone()
+    return placed(whole, meshes[layout[0]], layout[1], transposed=whole.ndim == 2 and rng.random() < 0.3)
+
+
+def held(whole, layout, meshes):
+    """This rank's bytes of the whole, and their number."""
+    if layout is None:
+        return raw(whole)
+    coordinate = meshes[layout[0]].get_coordinate()
+    if coordinate is None:
+        return b""
+    return raw(part_of(whole, tuple(meshes[layout[0]].mesh.shape), coordinate, layout[1]))
+
+
+def save_and_reload_everywhere(rank, folder, seed):
+    meshes = {name: DeviceMesh("cpu", ranks) for name, ranks in MESHES.items()}
+    chosen = sample(seed)
+    wholes = [numbers(shape, dtype, index) for index, (shape, dtype, _) in enumerate(chosen)]
+    rng = random.Random(f"{seed} {rank}")
+
+    def state(which, values):
+        return {"t": {f"n{i}": live(value, chosen[i][2][which], meshes, rng) for i, value in enumerate(values)}}
+
+    ks.save(folder, state(0, wholes))
+    wrong = []
+    for which in range(1, 1 + LOADS):
+        target = state(which, [numbers(shape, dtype, -1 - i) for i, (shape, dtype, _) in enumerate(chosen)])
+        report = ks.load(folder, into=target)
+        expected = [held(whole, chosen[i][2][which], meshes) for i, whole in enumerate(wholes)]
+        for i, (shape, dtype, layouts) in enumerate(chosen):
+            if raw(target["t"][f"n{i}"]) != expected[i]:
+                wrong.append(f"rank {rank}: {tuple(shape)} {dtype} from {layouts[0]} to {layouts[which]}")
+        assert report.bytes_needed == sum(map(len, expected))
+        assert report.components["t"].restored == TENSORS
+    return wrong
+
+
+@pytest.mark.case(45)
+@pytest.mark.case(48)
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+def test_any_layout_loads_in_any_other(rank_pool, tmp_path, seed):
+    print(f"seed {seed}")
+    results = rank_pool(4)(save_and_reload_everywhere, str(tmp_path / "ck"), seed)
+    assert [line for wrong in results for line in wrong] == []
+
+    chosen = sample(seed)
+    wholes = {f"t/n{i}": numbers(shape, dtype, i) for i, (shape, dtype, _) in enumerate(chosen)}
+    with ks.open(tmp_path / "ck") as checkpoint:
+        for key, whole in wholes.items():
+            assert checkpoint[key].dtype == whole.dtype
+            assert checkpoint[key].shape == whole.shape
+            assert raw(checkpoint[key]) == raw(whole)
+    assert stored_elements(tmp_path / "ck") == {key: whole.numel() for key, whole in wholes.items() if whole.numel()}
+
+
+def stored_elements(folder):
+    """Elements in the shard files by key, as another reader of the files counts them."""
+    counts = {}
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a dict
+                key = name.partition("[")[0]
+                if not key.startswith("~"):
+                    elements = torch.Size(file.get_slice(name).get_shape()).numel()
+                    counts[key] = counts.get(key, 0) + elements
+    return {key: count for key, count in counts.items() if count}
+
+
+LENGTHS = (1, 2, 3, 5, 6, 7)
+
+
+def lengths_state(value=None):
+    mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+    state = {}
+    for length in LENGTHS:
+        whole = torch.arange(length * 3.0).reshape(length, 3)
+        state[f"rows{length}"] = placed(whole if value is None else whole * 0 + value, mesh, [Shard(0)])
+    # One row over all ranks, and one dimension of length zero.
+    state["wide"] = placed(torch.arange(11.0)[None] if value is None else torch.zeros(1, 11), mesh, [Shard(0)])
+    state["none"] = placed(torch.zeros(0, 5), mesh, [Shard(0)])
+    return state
+
+
+def lengths(rank, folder, load_from, save_as):
+    for name in load_from:
+        target = lengths_state(-1.0)
+        report = ks.load(f"{folder}/{name}", into=target)
+        for key, tensor in lengths_state().items():
+            assert torch.equal(target[key].to_local(), tensor.to_local()), (name, key)
+        assert not any(part.missing or part.unexpected for part in report.components.values())
+        assert report.bytes_needed == sum(t.to_local().nbytes for t in target.values())
+    if save_as:
+        ks.save(f"{folder}/{save_as}", lengths_state())
+
+
+@pytest.mark.case(38)
+@pytest.mark.case(40)
+def test_short_dimensions_on_two_three_and_four_ranks(rank_pool, tmp_path):
+    # In this order every saving world meets every loading world, its own included.
+    for world, load_from in ((4, []), (3, []), (2, []), (2, [2, 3, 4]), (3, [2, 3, 4]), (4, [2, 3, 4])):
+        rank_pool(world)(lengths, str(tmp_path), load_from, "" if load_from else str(world))
+    for world in (2, 3, 4):
+        target = {key: torch.zeros(length, 3) for length in LENGTHS for key in [f"rows{length}"]}
+        target |= {"wide": torch.zeros(1, 11), "none": torch.zeros(0, 5)}
+        ks.load(tmp_path / str(world), into=target)
+        for length in LENGTHS:
+            assert torch.equal(target[f"rows{length}"], torch.arange(length * 3.0).reshape(length, 3))
+        assert torch.equal(target["wide"], torch.arange(11.0)[None])
