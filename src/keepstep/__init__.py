@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from keepstep.checkpointer import Checkpointer, Every, LoadReport, Saved, load, open, save
     from keepstep.checkpointer.opened import Checkpoint
     from keepstep.commit.retention import Keep
+    from keepstep.format.manifest import VERSION as __version__
     from keepstep.format.registry import register
     from keepstep.state import TrainState, per_rank, sharded
     from keepstep.storage.local import LocalStorage
@@ -38,8 +39,6 @@ __all__ = [
     "sharded",
 ]
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "Checkpoint": "keepstep.checkpointer.opened",
     "Checkpointer": "keepstep.checkpointer",
@@ -50,6 +49,7 @@ _HOMES = {
     "MemoryStorage": "keepstep.storage.memory",
     "Saved": "keepstep.checkpointer",
     "TrainState": "keepstep.state",
+    "__version__": "keepstep.format.manifest",
     "load": "keepstep.checkpointer",
     "open": "keepstep.checkpointer",
     "per_rank": "keepstep.state",
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    return getattr(import_module(home), "VERSION" if name == "__version__" else name)
 
 
 def __dir__() -> list[str]:

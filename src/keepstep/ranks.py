@@ -49,18 +49,22 @@ class _Verdict(msgspec.Struct):
     missing: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of the job, as one of them sees it. Use it on the thread that made it: the training thread.
 
-    ``leads`` is True on the coordinator, rank 0.
+    Rank 0 is the coordinator.
     """
 
-    def __init__(self, rank: int, world: int, store: Any) -> None:
-        self.rank = rank
-        self.world = world
-        self._store = store
-        self._thread = threading.get_ident()
-        self.leads = rank == 0
+    rank: int
+    world: int
+    _store: Any
+    _thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the coordinator."""
+        return self.rank == 0
 
     @classmethod
     def current(cls) -> Ranks:

@@ -103,8 +103,12 @@ def test_one_tensor_is_followed_quickly(verb, step, capsys):
     whole = {"w": torch.arange(12.0).reshape(3, 4)}
     empty = {"w": torch.zeros(3, 4)}
     call = (lambda: ks.save(step, whole)) if verb == "save" else (lambda: ks.load(step, into=empty))
+    # Once without counting: modules are imported on first use, and their class bodies are no functions of the path.
+    ks.save(step.with_name("step-00000000"), whole, overwrite=True)
+    ks.load(step.with_name("step-00000000"), into=empty)
     if verb == "load" and not step.exists():
         ks.save(step, whole)
+    empty["w"].zero_()
     path = follow(call)
     with capsys.disabled():
         figures = f"{len(path.files)} files, {len(path.functions)} functions, {len(path.moves)} moves"

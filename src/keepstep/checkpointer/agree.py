@@ -17,7 +17,7 @@ from keepstep.format.layout import Structure, fingerprint
 from keepstep.format.manifest import MANIFEST_NAME, Lineage
 from keepstep.format.objects import decode, encode
 from keepstep.format.shardfile import digest
-from keepstep.plan.save_plan import assign_writers, merge_structures, world_fingerprint
+from keepstep.plan.save_plan import assign_writers, merge_structures
 from keepstep.ranks import DEADLINE_S, Phase, Ranks
 from keepstep.state.capture import Snapshot
 from keepstep.state.merge import merge_trees
@@ -133,7 +133,9 @@ def _decide(entries: list[_Entry]) -> _Answer:
     for rank, entry in enumerate(entries):
         speakers.setdefault((entry.fingerprint, entry.values), rank)
     chosen = tuple(speakers.values()) if len(speakers) > 1 else ()
-    return _Answer(secrets.token_hex(4), world_fingerprint([entry.fingerprint for entry in entries]), chosen)
+    same = len({entry.fingerprint for entry in entries}) == 1
+    world = first.fingerprint if same else f"{digest(''.join(e.fingerprint for e in entries).encode()):016x}"
+    return _Answer(secrets.token_hex(4), world, chosen)
 
 
 def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str) -> _Told:

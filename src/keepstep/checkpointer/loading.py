@@ -14,26 +14,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from keepstep.checkpointer.rename import Rename, renamed_tree
-from keepstep.commit.catalog import check_files, read_manifest
+from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
-from keepstep.format.layout import Mesh
+from keepstep.format.layout import Mesh, Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
     OWN_NAME,
     STATE_FOLDER,
     TREE_NAME,
     Manifest,
-    pack_manifest,
     parse_manifest,
 )
-from keepstep.format.objects import ObjectNode, RankRef, decode
-from keepstep.move.reader import read_bytes, read_own, read_pieces
+from keepstep.format.objects import decode
+from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.restore import Binder, ComponentReport, Origin
 from keepstep.state.shard import LayoutTable
-from keepstep.storage.base import Storage
+from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
@@ -125,26 +126,26 @@ def load(
             others = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted) if url != posted[0]]
             if others:
                 raise MismatchError("ranks load from different places:", [f"rank 0: {posted[0].decode()}", *others])
-            raw = pack_manifest(found_manifest(storage))
+            raw = found_manifest(storage)
         raw = phase.broadcast(raw)
     manifest = parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}")
     return load_step(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
 
 
-def found_manifest(storage: Storage) -> Manifest:
-    """The manifest of a step whose files are all there.
+def found_manifest(storage: Storage) -> bytes:
+    """The manifest of a step whose files are all there, as it is stored.
 
     Raises:
         StepNotFoundError: nothing is committed there; says what is.
     """
     try:
-        manifest = read_manifest(storage)
+        raw = read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except StorageError as err:
         there = sum(1 for _ in storage.list(""))
         found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
         raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
-    check_files(storage, manifest)
-    return manifest
+    check_files(storage, parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}"))
+    return raw
 
 
 def load_step(
@@ -173,9 +174,11 @@ def load_step(
                     "Nothing was changed.",
                 )
         with timeline.span("read"):
-            pieces = find_pieces(manifest.structure, binder.wants, ranks.rank)
+            stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
+            pieces = find_pieces(stored, binder.wants, ranks.rank)
             read = read_pieces(storage, manifest, pieces, wants=binder.wants, targets=binder.targets)
-            read += read_own(storage, manifest, STATE_FOLDER, rank=ranks.rank, targets=binder.own_targets)
+            if binder.own_targets:
+                read += read_named(storage, manifest, STATE_FOLDER, rank=ranks.rank, targets=dict(binder.own_targets))
         with timeline.span("agree"):
             answers = phase.gather(b"")
             phase.broadcast(b"" if answers is not None else None)
@@ -196,11 +199,15 @@ def load_step(
 
 def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shared tree of plain values, and the values that rank (or rank 0, for a rank that is new) had of its own."""
-    tree = decode(read_bytes(storage, manifest, STATE_FOLDER, rank=0, name=TREE_NAME))
-    source = rank if rank < manifest.world_size else 0
-    values = {}
-    if _has_own(tree):
-        values = decode(read_bytes(storage, manifest, STATE_FOLDER, rank=source, name=OWN_NAME))
+    shared: dict[str, torch.Tensor | None] = {TREE_NAME: None, OWN_NAME: None}
+    read_named(storage, manifest, STATE_FOLDER, rank=0, targets=shared)
+    own = shared
+    if 0 < rank < manifest.world_size and shared[OWN_NAME] is not None:
+        own = {OWN_NAME: None}
+        read_named(storage, manifest, STATE_FOLDER, rank=rank, targets=own)
+    saved, values_of_rank = shared[TREE_NAME], own[OWN_NAME]
+    tree = decode(b"null" if saved is None else saved.numpy().tobytes())
+    values = {} if values_of_rank is None else decode(values_of_rank.numpy().tobytes())
     if not isinstance(tree, dict) or not isinstance(values, dict):
         raise CorruptError(f"{storage.url}: the plain values are not a mapping")
     return tree, values
@@ -225,17 +232,6 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
             binder.reports[name] = ComponentReport(missing=[name])
             if options.strict:
                 binder.mismatches.append(f"{name}: in the target, not in the checkpoint, which has {', '.join(tree)}")
-
-
-def _has_own(tree: Any) -> bool:
-    """Whether some value in the tree is each rank's own."""
-    if type(tree) is RankRef:
-        return True
-    if type(tree) is ObjectNode:
-        return _has_own(tree.tree)
-    if isinstance(tree, Mapping):
-        return any(_has_own(item) for item in tree.values())
-    return isinstance(tree, list | tuple) and any(_has_own(item) for item in tree)
 
 
 def _hints(binder: Binder) -> list[str]:

@@ -36,7 +36,6 @@ from keepstep.format.manifest import (
     Lineage,
     Manifest,
     Parent,
-    pack_manifest,
     parse_manifest,
     step_name,
 )
@@ -292,8 +291,7 @@ class Checkpointer:
             try:
                 if found.damage:
                     raise CorruptError(found.damage)
-                manifest = found_manifest(step_storage(self._root, found.step))
-                return _Choice(pack_manifest(manifest), skipped)
+                return _Choice(found_manifest(step_storage(self._root, found.step)), skipped)
             except (CorruptError, FormatError, StorageError, StepNotFoundError) as err:
                 if on_damage == "raise" or step is not None:
                     raise

@@ -12,7 +12,7 @@ from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import ClosedError, StepNotFoundError
 from keepstep.format.box import whole
 from keepstep.format.layout import Want
-from keepstep.format.manifest import Manifest
+from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype
@@ -40,7 +40,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Place) -> None:
         self._storage = storage_of(path)
-        self.manifest: Manifest = found_manifest(self._storage)
+        self.manifest: Manifest = parse_manifest(found_manifest(self._storage), f"{self._storage.url}/{MANIFEST_NAME}")
         self._structure = self.manifest.structure
         self._specs = {spec.key: spec for spec in self.manifest.tensors}
         self._closed = False

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import torch
 
-import keepstep
 from keepstep.checkpointer.agree import Agreement, Attempt, KnownPlan, agree
 from keepstep.checkpointer.replicas import replica_details, replica_digests, replicas_differ
 from keepstep.commit.publish import collect_receipts, newest_incarnation, publish
@@ -30,6 +29,7 @@ from keepstep.format.manifest import (
     FORMAT_MINOR,
     OWN_NAME,
     TREE_NAME,
+    VERSION,
     Component,
     Lineage,
     Manifest,
@@ -88,7 +88,7 @@ def save(
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
     attempt = Attempt(number, Lineage(run=secrets.token_hex(8)), replace=overwrite, deadline_s=deadline_s)
-    with contextlib.closing(Arena()) as arena:
+    with contextlib.closing(Arena(warm=False)) as arena:
         return save_step(ranks, path, state, attempt, arena)[0]
 
 
@@ -129,7 +129,7 @@ def _write(
     """This rank's files, durable, and the receipt for them."""
     extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
     described = [Extra(key, dtype, tuple(tensor.shape)) for key, dtype, tensor in snapshot.own]
-    for name, data in ((TREE_NAME, agreed.tree if ranks.leads else b""), (OWN_NAME, snapshot.own_tree)):
+    for name, data in ((TREE_NAME, agreed.tree if ranks.rank == 0 else b""), (OWN_NAME, snapshot.own_tree)):
         if data:
             extras[name] = data
             described.append(Extra(name, "uint8", (len(data),)))
@@ -161,7 +161,7 @@ def _commit(
         metrics=dict(attempt.metrics),
         world_size=len(receipts),
         versions=Versions(
-            keepstep.__version__,
+            VERSION,
             str(torch.__version__),
             platform.python_version(),
             torch.backends.cpu.get_cpu_capability(),
@@ -175,6 +175,7 @@ def _commit(
         files={},
     )
     manifest = collect_receipts(receipts, manifest)
+    total = sum(record.size_bytes for receipt in receipts for record in receipt.files.values())
     if attempt.root is not None and newest_incarnation(attempt.root) > attempt.lineage.incarnation:
         # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
         raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
@@ -182,4 +183,4 @@ def _commit(
     if agreed.leftovers:
         # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
         storage.delete(agreed.leftovers)
-    return msgspec.json.encode(Saved(storage.url, manifest.step, manifest.save_id, manifest.total_bytes, 0))
+    return msgspec.json.encode(Saved(storage.url, manifest.step, manifest.save_id, total, 0))

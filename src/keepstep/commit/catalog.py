@@ -15,6 +15,7 @@ from keepstep.format.manifest import (
     MANIFEST_NAME,
     Head,
     Manifest,
+    file_name,
     parse_head,
     parse_manifest,
     parse_step_name,
@@ -22,7 +23,7 @@ from keepstep.format.manifest import (
 )
 from keepstep.storage.base import Storage, Subfolder, read_blob
 
-__all__ = ["Catalog", "Found", "check_files", "read_catalog", "read_manifest", "step_storage"]
+__all__ = ["MAX_MANIFEST_BYTES", "Catalog", "Found", "check_files", "read_catalog", "read_manifest", "step_storage"]
 
 MAX_MANIFEST_BYTES = 1 << 30
 
@@ -101,7 +102,7 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
     problems = []
     for folder, records in manifest.files.items():
         for record in records:
-            name = manifest.file_name(folder, record.rank)
+            name = file_name(folder, record.rank, manifest.save_id)
             size = there.get(name)
             if size is None:
                 problems.append(f"{name} is missing")

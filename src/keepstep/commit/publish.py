@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.errors import CorruptError, StepExistsError, UsageError
+from keepstep.format.layout import Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
     STATE_FOLDER,
@@ -45,13 +46,14 @@ def collect_receipts(receipts: list[Receipt], manifest: Manifest) -> Manifest:
         CorruptError: a rank wrote fewer or more bytes than the plan gave it, or belongs to another attempt.
     """
     problems = [f"rank {r.rank} wrote for attempt {r.save_id}" for r in receipts if r.save_id != manifest.save_id]
+    expected = expected_bytes(Structure(manifest.meshes, manifest.layouts, manifest.tensors), manifest.world_size)
     files: dict[str, list[FileRecord]] = {spec.folder: [] for spec in manifest.tensors}
     for receipt in receipts:
         for folder, record in receipt.files.items():
             files.setdefault(folder, []).append(record)
-    for folder, expected in expected_bytes(manifest.structure, manifest.world_size).items():
+    for folder, by_rank in expected.items():
         written = {record.rank: record.data_bytes for record in files[folder]}
-        for rank, wanted in enumerate(expected.tolist()):
+        for rank, wanted in enumerate(by_rank.tolist()):
             got = written.get(rank, 0)
             if got < wanted or (got > wanted and folder != STATE_FOLDER):
                 problems.append(f"rank {rank} wrote {got:,} bytes of {folder!r}; the plan has {wanted:,}")

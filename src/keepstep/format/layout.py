@@ -235,7 +235,7 @@ def rank_elements(layout: Layout, meshes: list[Mesh], world_size: int) -> npt.ND
         held = held * length
     grid = np.broadcast_to(held, mesh.shape).reshape(-1)
     if mesh.ranks is None:
-        counts[mesh.first : mesh.first + mesh.size] = grid
+        counts[mesh.first : mesh.first + len(grid)] = grid
     else:
         counts[list(mesh.ranks)] = grid
     return counts

@@ -25,6 +25,7 @@ __all__ = [
     "OWN_NAME",
     "STATE_FOLDER",
     "TREE_NAME",
+    "VERSION",
     "Component",
     "FileRecord",
     "Head",
@@ -42,6 +43,7 @@ __all__ = [
     "step_name",
 ]
 
+VERSION = "0.1.0"
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 MANIFEST_NAME = ".metadata"
@@ -287,7 +289,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         if spec.folder not in manifest.files:
             return f"{spec.key!r} lies in {spec.folder!r}, which has no files"
     for folder, records in manifest.files.items():
-        if not safe_folder(folder) or len({record.rank for record in records}) != len(records):
+        if not _FOLDER.fullmatch(folder) or len({record.rank for record in records}) != len(records):
             return f"{folder!r} is not a folder name, or lists a rank twice"
         for record in records:
             if not 0 <= record.rank < world or not 0 <= record.data_bytes <= record.size_bytes:

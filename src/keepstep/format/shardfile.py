@@ -12,6 +12,7 @@ proved, so that reading a part of a tensor costs at most a block more at either 
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any
 
 import msgspec
@@ -194,6 +195,6 @@ def _entry(name: str, item: _Stored, notes: _Notes, file_name: str) -> Entry:
     box = Box(offsets, sizes)
     if _stored_shape(dtype, sizes) != (item.dtype, item.shape) or not box.inside(shape):
         raise CorruptError(f"{file_name}: entry {name!r} claims {box} of a tensor of shape {list(shape)}")
-    if start < 0 or stop - start != box.elements * ITEM_BYTES[dtype]:
+    if start < 0 or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
         raise CorruptError(f"{file_name}: entry {name!r} has {stop - start:,} bytes, its shape and dtype say otherwise")
     return Entry(name, key, dtype, shape, box, start, stop)

@@ -1,8 +1,8 @@
 """The arena: page-aligned memory through which the bytes of a save pass on their way to storage.
 
 The bytes of a rank's files are cut into chunks of ``CHUNK_BYTES``. A chunk is filled, written, and its place used again;
-an arena as large as the files holds all of them at once. The memory is faulted in when the arena is made and kept for the
-next save: filling fresh memory is many times slower than filling memory that has been used.
+an arena as large as the files holds all of them at once. A warm arena is faulted in when it is made and kept for the next
+save: filling fresh memory is many times slower than filling memory that has been used.
 """
 
 from __future__ import annotations
@@ -15,46 +15,43 @@ from keepstep.errors import StagingError
 
 __all__ = ["ARENA_BYTES", "CHUNK_BYTES", "Arena"]
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 24
 ARENA_BYTES = 1 << 26
 
 
 class Arena:
     """A ring of chunks. ``free`` holds the indices of chunks nobody uses: get one, fill it, and put it back when written.
 
-    ``address`` is where the memory lies, a multiple of the page size; ``size_bytes`` how much it is. Close it at the end.
+    ``memory`` is all of it, ``address`` where it lies (a multiple of the page size), ``size_bytes`` how much it is. Close it
+    at the end.
 
     Raises:
         StagingError: the memory cannot be had; says how much was asked for and how much is free.
     """
 
-    def __init__(self, size_bytes: int = ARENA_BYTES) -> None:
+    def __init__(self, size_bytes: int = ARENA_BYTES, *, warm: bool = True) -> None:
         self.chunks = max(2, -(-size_bytes // CHUNK_BYTES))
         self.size_bytes = size = self.chunks * CHUNK_BYTES
         try:
             self._memory = mmap.mmap(-1, size)
         except (OSError, ValueError) as err:
             raise StagingError(f"no memory for an arena of {size:,} bytes ({_free_text()}): {err}") from err
-        self._view = memoryview(self._memory)
+        self.memory = memoryview(self._memory)
         handle = ctypes.c_char.from_buffer(self._memory)
         self.address = ctypes.addressof(handle)
         del handle
-        ctypes.memset(self.address, 0, size)
-        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        if warm:
+            ctypes.memset(self.address, 0, size)
+        self.free: queue.LifoQueue[int] = queue.LifoQueue()
         for chunk in range(self.chunks):
             self.free.put(chunk)
         self._closed = False
-
-    def view(self, chunk: int, length: int) -> memoryview:
-        """The first ``length`` bytes of a chunk."""
-        start = chunk * CHUNK_BYTES
-        return self._view[start : start + length]
 
     def close(self) -> None:
         """Frees the memory. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._view.release()
+            self.memory.release()
             self._memory.close()
 
 

@@ -12,19 +12,18 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from keepstep.errors import CorruptError
 from keepstep.format.layout import Want
-from keepstep.format.manifest import FileRecord, Manifest
+from keepstep.format.manifest import Manifest, file_name
 from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, header_bytes, parse_header
 from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
 
-__all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_bytes", "read_own", "read_pieces"]
+__all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_named", "read_pieces"]
 
 READER_THREADS = 4
 CHUNK_BYTES = 1 << 22
@@ -40,10 +39,6 @@ class ShardFile(msgspec.Struct, frozen=True):
     header: ShardHeader
     by_piece: dict[tuple[str, tuple[int, ...]], Entry]
 
-    def close(self) -> None:
-        """Closes the file."""
-        self.blob.close()
-
 
 class _Task(msgspec.Struct, frozen=True, gc=False):
     """Bytes [start, stop) of a data section, whole blocks. Straight into ``target`` when it is set, else to ``reads``."""
@@ -55,16 +50,20 @@ class _Task(msgspec.Struct, frozen=True, gc=False):
     reads: tuple[Read, ...] = ()
 
 
-def open_shard(storage: Storage, name: str, expected: FileRecord | None) -> ShardFile:
-    """Opens a shard file and proves its header, against the manifest's record where there is one.
+def open_shard(storage: Storage, manifest: Manifest, folder: str, rank: int) -> ShardFile:
+    """Opens a shard file of a step and proves its header against the manifest's record.
 
     Raises:
-        CorruptError: wrong size, wrong digest, or a header that makes no sense.
+        CorruptError: no such record, wrong size, wrong digest, or a header that makes no sense.
         StorageError: the file is missing or cannot be read.
     """
+    expected = next((record for record in manifest.files.get(folder, ()) if record.rank == rank), None)
+    if expected is None:
+        raise CorruptError(f"{storage.url}: the manifest lists no file of rank {rank} in {folder!r}")
+    name = file_name(folder, rank, manifest.save_id)
     blob = storage.open(name)
     try:
-        if expected is not None and blob.size_bytes != expected.size_bytes:
+        if blob.size_bytes != expected.size_bytes:
             raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; {expected.size_bytes:,} were written")
         head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
         blob.read_into(0, memoryview(head))
@@ -74,7 +73,7 @@ def open_shard(storage: Storage, name: str, expected: FileRecord | None) -> Shar
             blob.read_into(len(head), memoryview(rest))
             head += rest
         raw = bytes(head[:length])
-        if expected is not None and f"{digest(raw):016x}" != expected.header_digest:
+        if f"{digest(raw):016x}" != expected.header_digest:
             raise CorruptError(f"{name}: the header is not the one that was committed (digest differs)")
         header = parse_header(raw, blob.size_bytes, name)
     except BaseException:
@@ -102,88 +101,67 @@ def read_pieces(
     by_file: dict[tuple[str, int], list[Piece]] = {}
     for piece in pieces:
         by_file.setdefault((piece.folder, piece.rank), []).append(piece)
-    records = {(folder, record.rank): record for folder, here in manifest.files.items() for record in here}
     bytes_read = 0
     files: list[ShardFile] = []
     try:
         tasks: list[_Task] = []
         for (folder, rank), here in by_file.items():
-            record = records.get((folder, rank))
-            if record is None:
-                raise CorruptError(f"{here[0].key!r}: the manifest lists no file of rank {rank} in {folder!r}")
-            file = open_shard(storage, manifest.file_name(folder, rank), record)
+            file = open_shard(storage, manifest, folder, rank)
             files.append(file)
             bytes_read += file.header.data_offset
-            reads = [read for piece in here for read in plan_reads(piece, _entry(file, piece), wants[piece.want])]
+            reads: list[Read] = []
+            for piece in here:
+                entry = file.by_piece.get((piece.key, piece.stored.offsets))
+                if entry is None or entry.box != piece.stored:
+                    where = f"{piece.key!r}{piece.stored}"
+                    raise CorruptError(f"{file.name} does not hold {where}, which the manifest expects there")
+                reads.extend(plan_reads(piece, entry, wants[piece.want]))
             tasks.extend(_tasks(file, reads, targets))
         bytes_read += sum(task.stop - task.start for task in tasks)
         _run(tasks, wants, targets)
     finally:
         for file in files:
-            file.close()
+            file.blob.close()
     return bytes_read
 
 
-def read_bytes(storage: Storage, manifest: Manifest, folder: str, *, rank: int, name: str) -> bytes:
-    """The bytes of one named entry in the file of one rank, proved.
+def read_named(
+    storage: Storage, manifest: Manifest, folder: str, *, rank: int, targets: dict[str, torch.Tensor | None]
+) -> int:
+    """Reads entries by name from the file of one rank, whole and proved; returns the bytes read.
+
+    Args:
+        storage: the step's own storage.
+        manifest: the step's manifest.
+        folder: which of the rank's files.
+        rank: whose file.
+        targets: by name, the tensor to fill; None is replaced by a new byte tensor, or stays when there is no such entry.
 
     Raises:
-        CorruptError: the file or the entry is not there, or not what was written.
+        CorruptError: the file is not there or not what was written, or lacks an entry that a tensor waits for.
     """
-    with contextlib.closing(_open_file(storage, manifest, folder, rank)) as file:
-        entry = _named(file, name)
-        target = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-        _read_named(file, {name: target})
-        return target.numpy().tobytes()
-
-
-def read_own(storage: Storage, manifest: Manifest, folder: str, *, rank: int, targets: dict[str, torch.Tensor]) -> int:
-    """Fills tensors that belong to one rank alone, by name, from that rank's file; returns the bytes read."""
-    if not targets:
-        return 0
-    with contextlib.closing(_open_file(storage, manifest, folder, rank)) as file:
-        return _read_named(file, targets)
-
-
-def _read_named(file: ShardFile, targets: dict[str, torch.Tensor]) -> int:
-    wants = []
-    reads = []
-    for index, (name, target) in enumerate(targets.items()):
-        entry = _named(file, name)
-        if entry.box.sizes != tuple(target.shape):
-            raise CorruptError(
-                f"{file.name}: entry {name!r} has shape {list(entry.box.sizes)}, {list(target.shape)} expected"
-            )
-        want = Want(name, entry.box, target.is_contiguous())
-        wants.append(want)
-        if entry.box.elements:
-            piece = Piece("", 0, name, entry.box, entry.box, index)
-            reads.extend(plan_reads(piece, entry, want))
-    held = list(targets.values())
-    tasks = list(_tasks(file, reads, held))
-    _run(tasks, wants, held)
+    file = open_shard(storage, manifest, folder, rank)
+    with contextlib.closing(file.blob):
+        entries = {entry.name: entry for entry in file.header.entries if entry.name in targets}
+        wants: list[Want] = []
+        held: list[torch.Tensor] = []
+        reads: list[Read] = []
+        for name, target in targets.items():
+            entry = entries.get(name)
+            if entry is None or (target is not None and entry.box.sizes != tuple(target.shape)):
+                if target is None:
+                    continue
+                raise CorruptError(f"{file.name} has no entry {name!r} of shape {list(target.shape)}")
+            if target is None:
+                target = targets[name] = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+            want = Want(name, entry.box, target.is_contiguous())
+            if entry.stop > entry.start:
+                reads.extend(plan_reads(Piece("", 0, name, entry.box, entry.box, len(wants)), entry, want))
+            wants.append(want)
+            held.append(target)
+        tasks = list(_tasks(file, reads, held))
+        _run(tasks, wants, held)
     return file.header.data_offset + sum(task.stop - task.start for task in tasks)
-
-
-def _named(file: ShardFile, name: str) -> Entry:
-    entry = next((entry for entry in file.header.entries if entry.name == name), None)
-    if entry is None:
-        raise CorruptError(f"{file.name} has no entry {name!r}")
-    return entry
-
-
-def _open_file(storage: Storage, manifest: Manifest, folder: str, rank: int) -> ShardFile:
-    record = next((record for record in manifest.files.get(folder, ()) if record.rank == rank), None)
-    if record is None:
-        raise CorruptError(f"{storage.url}: the manifest lists no file of rank {rank} in {folder!r}")
-    return open_shard(storage, manifest.file_name(folder, rank), record)
-
-
-def _entry(file: ShardFile, piece: Piece) -> Entry:
-    entry = file.by_piece.get((piece.key, piece.stored.offsets))
-    if entry is None or entry.box != piece.stored:
-        raise CorruptError(f"{file.name} does not hold {piece.key!r}{piece.stored}, which the manifest expects there")
-    return entry
 
 
 def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> Iterator[_Task]:
@@ -195,7 +173,12 @@ def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> I
         first = -(-read.start // BLOCK_BYTES) * BLOCK_BYTES
         last = read.stop if read.stop == end else read.stop // BLOCK_BYTES * BLOCK_BYTES
         if read.at < 0 or last - first < STRAIGHT_BYTES or target.device.type != "cpu":
-            shared.extend(_chunked(read))
+            # A long run that cannot go straight to its target is read in pieces that fit a buffer.
+            step = CHUNK_BYTES if read.at >= 0 else max(CHUNK_BYTES, read.stop - read.start)
+            for start in range(read.start, read.stop, step):
+                at = read.at + start - read.start if read.at >= 0 else -1
+                stop = min(start + step, read.stop)
+                shared.append(Read(start, stop, read.want, at, read.box, read.strides))
             continue
         address = target.data_ptr() + read.at - read.start
         for start in range(first, last, CHUNK_BYTES):
@@ -221,15 +204,6 @@ def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> I
         yield _Task(file, low, high, 0, tuple(group))
 
 
-def _chunked(read: Read) -> Iterator[Read]:
-    """A long run that cannot go straight to its target, in pieces that fit a buffer."""
-    if read.at < 0 or read.stop - read.start <= CHUNK_BYTES:
-        yield read
-        return
-    for start in range(read.start, read.stop, CHUNK_BYTES):
-        yield Read(start, min(start + CHUNK_BYTES, read.stop), read.want, read.at + start - read.start)
-
-
 def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> None:
     """Executes the tasks on a few threads; the first failure stops the rest and is raised."""
     tasks.sort(key=lambda task: (id(task.file), task.start))
@@ -238,7 +212,8 @@ def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> 
     stop = threading.Event()
 
     def work() -> None:
-        scratch = _Scratch()
+        # A thread's own buffer, used again for every task: fresh memory would be faulted in each time.
+        scratch = [torch.empty(0, dtype=torch.uint8)]
         while not stop.is_set():
             with lock:
                 task = next(pending, None)
@@ -260,25 +235,15 @@ def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> 
         future.result()
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """A thread's own buffer, used again for every task: fresh memory would be faulted in each time."""
-
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-
-    def take(self, length: int) -> torch.Tensor:
-        if self.buffer.numel() < length:
-            self.buffer = torch.empty(max(length, CHUNK_BYTES), dtype=torch.uint8)
-        return self.buffer[:length]
-
-
-def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratch: _Scratch) -> None:
+def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratch: list[torch.Tensor]) -> None:
     length = task.stop - task.start
     if task.target:
         view = memoryview((ctypes.c_char * length).from_address(task.target)).cast("B")
         _read_proved(task, view)
         return
-    buffer = scratch.take(length)
+    if scratch[0].numel() < length:
+        scratch[0] = torch.empty(max(length, CHUNK_BYTES), dtype=torch.uint8)
+    buffer = scratch[0][:length]
     address = buffer.data_ptr()
     _read_proved(task, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
     for read in task.reads:

@@ -1,13 +1,12 @@
 """From the arena to durable shard files. Knows chunks and bytes, not tensors; imports no torch.
 
-In: chunks in file order, as they are filled. Out: a receipt, once every file is durable. A few threads hash and write, so
-that the processor fills and hashes while the disk writes.
+In: chunks in file order, as they are filled. Out: a receipt, once every file is durable. The processor fills and hashes
+the next chunk while a few threads write those before it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from keepstep.timeline import Timeline
 
 __all__ = ["WRITER_THREADS", "Chunk", "Origin", "ShardWriter"]
 
-WRITER_THREADS = 4
+WRITER_THREADS = 2
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -55,82 +54,69 @@ class ShardWriter:
         self._plans = plans
         self._origin = origin
         self._timeline = timeline
-        self._headers = [
-            pack_header(
-                tuple(slot.entry for slot in plan.slots),
-                plan.data_bytes,
-                save_id=origin.save_id,
-                step=origin.step,
-                rank=origin.rank,
-            )
-            for plan in plans
-        ]
-        self._digests = [np.zeros(-(-plan.data_bytes // BLOCK_BYTES), np.uint64) for plan in plans]
-        self._uploads: list[Upload] = []
         self._failed: Exception | None = None
-        self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._uploads: list[Upload] = []
+        self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="keepstep-write")
+        self._digests = [np.zeros(-(-plan.data_bytes // BLOCK_BYTES), np.uint64) for plan in plans]
+        self._headers = []
         try:
-            for plan, header in zip(plans, self._headers, strict=True):
+            for plan in plans:
+                entries = tuple(slot.entry for slot in plan.slots)
+                header = pack_header(
+                    entries, plan.data_bytes, save_id=origin.save_id, step=origin.step, rank=origin.rank
+                )
+                self._headers.append(header)
                 name = file_name(plan.folder, origin.rank, origin.save_id)
                 self._uploads.append(storage.create(name, len(header) + plan.data_bytes))
         except BaseException:
             self.close()
             raise
-        chunks = sum(-(-plan.data_bytes // CHUNK_BYTES) for plan in plans)
-        for index in range(min(WRITER_THREADS, chunks)):
-            thread = threading.Thread(target=self._work, name=f"keepstep-write-{index}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
 
     def submit(self, chunk: Chunk) -> None:
-        """Takes a filled chunk; its place in the arena is released when it is written. Returns at once."""
+        """Takes a filled chunk: hashes it while it is in the processor's cache, and leaves the writing to a thread.
+
+        Its place in the arena is free again when it is written, or when this raises.
+        """
+        start = chunk.slot * CHUNK_BYTES
+        # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it off.
+        data = self._arena.memory[start : start + -(-chunk.length // PAGE_BYTES) * PAGE_BYTES]
+        digests, first = self._digests[chunk.file], chunk.offset // BLOCK_BYTES
+        for index, at in enumerate(range(0, chunk.length, BLOCK_BYTES)):
+            digests[first + index] = digest(data[at : min(at + BLOCK_BYTES, chunk.length)])
+        self._pool.submit(self._write, chunk, data)
         if self._failed is not None:
-            self._arena.free.put(chunk.slot)
             raise self._failed
-        self._queue.put(chunk)
 
     def finish(self) -> Receipt:
         """Waits until all is written, seals and commits every file: durable on return."""
-        self._join()
+        self._pool.shutdown()
         if self._failed is not None:
             raise self._failed
         files = {}
-        for plan, upload, header, digests in zip(self._plans, self._uploads, self._headers, self._digests, strict=True):
-            sealed = seal_header(header, digests)
-            size = len(sealed) + plan.data_bytes
-            with self._timeline.span("write"):
+        with self._timeline.span("sync"):
+            for plan, upload, header, digests in zip(
+                self._plans, self._uploads, self._headers, self._digests, strict=True
+            ):
+                sealed = seal_header(header, digests)
+                size = len(sealed) + plan.data_bytes
                 upload.write_at(0, memoryview(sealed))
                 upload.commit(size)
-            files[plan.folder] = FileRecord(self._origin.rank, size, plan.data_bytes, f"{digest(sealed):016x}")
+                files[plan.folder] = FileRecord(self._origin.rank, size, plan.data_bytes, f"{digest(sealed):016x}")
         return Receipt(self._origin.rank, self._origin.save_id, files)
 
     def close(self) -> None:
-        """Stops the threads and drops what was not committed. Idempotent."""
-        self._join()
+        """Waits for the threads and drops what was not committed. Idempotent."""
+        self._pool.shutdown()
         for upload in self._uploads:
             upload.close()
 
-    def _join(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-
-    def _work(self) -> None:
-        """A writer thread: hash, write, give the place back. After a failure the rest is only given back."""
-        while (chunk := self._queue.get()) is not None:
-            try:
-                if self._failed is not None:
-                    continue
-                digests, first = self._digests[chunk.file], chunk.offset // BLOCK_BYTES
-                # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it.
-                data = self._arena.view(chunk.slot, -(-chunk.length // PAGE_BYTES) * PAGE_BYTES)
-                for index, start in enumerate(range(0, chunk.length, BLOCK_BYTES)):
-                    digests[first + index] = digest(data[start : min(start + BLOCK_BYTES, chunk.length)])
+    def _write(self, chunk: Chunk, data: memoryview) -> None:
+        """On a writer thread. After a failure the rest is only given back, so that nobody waits for a free place."""
+        try:
+            if self._failed is None:
                 self._uploads[chunk.file].write_at(len(self._headers[chunk.file]) + chunk.offset, data)
-            except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
-                self._failed = err
-            finally:
-                self._arena.free.put(chunk.slot)
+        except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
+            self._failed = err
+        finally:
+            data.release()
+            self._arena.free.put(chunk.slot)

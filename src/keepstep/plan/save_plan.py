@@ -21,7 +21,7 @@ from keepstep.format.box import Box, check_partition
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Cut, Layout, Mesh, Structure, TensorSpec, parts, rank_elements
 from keepstep.format.manifest import STATE_FOLDER
-from keepstep.format.shardfile import Entry, digest
+from keepstep.format.shardfile import Entry
 
 __all__ = [
     "Extra",
@@ -31,7 +31,6 @@ __all__ = [
     "expected_bytes",
     "merge_structures",
     "rank_files",
-    "world_fingerprint",
 ]
 
 SPLIT_BYTES = 1 << 18
@@ -65,13 +64,6 @@ class FilePlan(msgspec.Struct, frozen=True):
     folder: str
     slots: tuple[Slot, ...]
     data_bytes: int
-
-
-def world_fingerprint(fingerprints: list[str]) -> str:
-    """One fingerprint for the structures of all ranks, by rank; theirs when all are the same."""
-    if len(set(fingerprints)) == 1:
-        return fingerprints[0]
-    return f"{digest(''.join(fingerprints).encode()):016x}"
 
 
 def merge_structures(seen: list[tuple[tuple[int, ...], Structure]], world: int) -> Structure:
@@ -195,8 +187,7 @@ def rank_files(
 
 def expected_bytes(stored: Structure, world: int) -> dict[str, npt.NDArray[np.int64]]:
     """Bytes of tensor data that each rank must have written, by folder: what receipts are checked against."""
-    meshes = list(stored.meshes)
-    elements = [rank_elements(layout, meshes, world) for layout in stored.layouts]
+    elements = [rank_elements(layout, list(stored.meshes), world) for layout in stored.layouts]
     weights: dict[str, dict[int, int]] = {}
     for spec in stored.tensors:
         here = weights.setdefault(spec.folder, {})

@@ -25,7 +25,7 @@ from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, 
 from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
-from keepstep.state.shard import LayoutTable, Shard, is_dtensor
+from keepstep.state.shard import LayoutTable, is_dtensor
 
 __all__ = ["Collector", "Snapshot", "capture", "names_of"]
 
@@ -206,10 +206,6 @@ class Collector:
                 self.refused.append(f"{path}: a {shard.form} inside per_rank; a shard belongs to all ranks together")
             self.own.extend((path, shard.dtype, local) for local in shard.locals)
             return ref
-        return self._shared(path, shard, ref)
-
-    def _shared(self, path: str, shard: Shard, ref: TensorRef) -> TensorRef:
-        """Adds a tensor to the structure, unless the same memory is there already under another key."""
         local = shard.locals[0] if len(shard.locals) == 1 else None
         if local is not None and local.numel():
             identity = (local.data_ptr(), shard.dtype, shard.shape, local.stride(), shard.layout, local.device)

@@ -23,7 +23,7 @@ from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import fits, pointer, state_like
 from keepstep.state.module import module_state, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups
-from keepstep.state.shard import LayoutTable, Shard, torch_dtype, writable
+from keepstep.state.shard import LayoutTable, torch_dtype, writable
 from keepstep.state.values import ABSENT, child, has_tensors, materialise
 
 __all__ = ["Binder", "ComponentReport", "Origin", "materialise"]
@@ -236,10 +236,6 @@ class Binder:
             if first != key:
                 self.mismatches.append(f"{path}: tied to {first} in the target, but saved as two separate tensors")
                 return False
-        self._want(key, shard)
-        return True
-
-    def _want(self, key: str, shard: Shard) -> None:
         layout = self.table.layouts[shard.layout]
         held = parts(layout, self.table.meshes, self.table.rank)
         for index, part in enumerate(held):
@@ -249,6 +245,7 @@ class Binder:
                     view = view.narrow(dim, start, size)
             self.wants.append(Want(key, part.box, view.is_contiguous()))
             self.targets.append(view)
+        return True
 
     def _bind_rank(self, target: Any, node: RankRef, path: str) -> Any:
         """This rank's own value, by the rule that was saved with it."""

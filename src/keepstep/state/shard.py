@@ -79,7 +79,7 @@ class LayoutTable:
             dtype = check_storable(tensor.local)
             box = (tensor.offsets, tuple(tensor.local.shape))
             return self._listed([tensor.local.detach()], tensor.global_shape, [box], dtype)
-        if is_dtensor(tensor):
+        if type(tensor).__name__ == "DTensor":
             return self._dtensor(tensor)
         offsets = getattr(tensor, "global_offsets", None)
         if offsets is not None and hasattr(tensor, "local_sizes"):

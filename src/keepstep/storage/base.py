@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from keepstep.errors import CorruptError, UsageError
+from keepstep.errors import CorruptError
 
-__all__ = ["Blob", "Storage", "Subfolder", "Upload", "check_name", "read_blob"]
+__all__ = ["Blob", "Storage", "Subfolder", "Upload", "read_blob"]
 
 Buffer = memoryview
 
@@ -118,7 +118,7 @@ class Subfolder(Storage):
 
     def __init__(self, parent: Storage, folder: str) -> None:
         self._parent = parent
-        self._prefix = f"{check_name(folder)}/"
+        self._prefix = f"{folder}/"
         self.url = f"{parent.url}/{folder}"
 
     def create(self, name: str, size_hint_bytes: int) -> Upload:
@@ -149,18 +149,6 @@ class Subfolder(Storage):
     def delete(self, names: Sequence[str]) -> None:
         """See Storage."""
         self._parent.delete([self._prefix + name for name in names])
-
-
-def check_name(name: str) -> str:
-    """The name, proved to stay below the root.
-
-    Raises:
-        UsageError: an absolute name, ``..``, an empty segment, a backslash or a NUL.
-    """
-    parts = name.split("/")
-    if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise UsageError(f"{name!r} is not a name inside the storage")
-    return name
 
 
 def read_blob(storage: Storage, name: str, limit_bytes: int) -> bytes:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from keepstep.errors import CorruptError, StorageError, UsageError
-from keepstep.storage.base import Blob, Storage, Upload, check_name
+from keepstep.storage.base import Blob, Storage, Upload
 
-__all__ = ["LocalStorage", "Place", "storage_of"]
+__all__ = ["LocalStorage", "Place", "check_name", "storage_of"]
 
 ALIGNMENT_BYTES = 4096
 Place = str | os.PathLike[str] | Storage
@@ -219,6 +219,18 @@ class _LocalBlob(Blob):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def check_name(name: str) -> str:
+    """The name, proved to stay below the root.
+
+    Raises:
+        UsageError: an absolute name, ``..``, an empty segment, a backslash or a NUL.
+    """
+    parts = name.split("/")
+    if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise UsageError(f"{name!r} is not a name inside the storage")
+    return name
 
 
 def _make_folders(folder: Path) -> None:

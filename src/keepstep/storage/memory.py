@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from keepstep.errors import CorruptError, StorageError
-from keepstep.storage.base import Blob, Storage, Upload, check_name
+from keepstep.storage.base import Blob, Storage, Upload
+from keepstep.storage.local import check_name
 
 __all__ = ["MemoryStorage"]
 
