@@ -13,27 +13,22 @@ Finds every fault instead of stopping at the first one. Changes nothing, imports
 from __future__ import annotations
 
 import errno
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 
+from keepstep.check.blocks import compared_chunks, read_header
 from keepstep.check.values import Outline, outline
 from keepstep.commit.catalog import read_manifest
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StepNotFoundError, StorageError, listed
 from keepstep.format.box import check_partition, whole
 from keepstep.format.layout import Part, parts
 from keepstep.format.manifest import MANIFEST_NAME, OWN_NAME, STATE_FOLDER, TREE_NAME, FileRecord, Manifest
-from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, header_bytes, parse_header
+from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, parse_header
 from keepstep.plan.save_plan import expected_bytes
 from keepstep.storage.base import Blob, Storage
 
-__all__ = ["KINDS", "VERIFY_THREADS", "Problem", "Verified", "exit_status", "verify"]
+__all__ = ["KINDS", "Problem", "Verified", "exit_status", "verify"]
 
-VERIFY_THREADS = 4
-CHUNK_BYTES = 1 << 22
-FIRST_READ_BYTES = 1 << 16
 SHOWN_PIECES = 5
 
 KINDS: dict[str, type[CheckpointError]] = {
@@ -239,7 +234,7 @@ class _Work:
             yield Problem("values", name, "the plain values name what is not there:" + listed(problems, SHOWN_PIECES))
 
     def _opened(self, blob: Blob, name: str, folder: str, record: FileRecord) -> Iterator[_Checked]:
-        raw = _read_header(blob, name)
+        raw = read_header(blob, name)
         if f"{digest(raw):016x}" != record.header_digest:
             raise CorruptError(f"{name}: the header is not the one that was committed (its digest differs)")
         header = parse_header(raw, blob.size_bytes, name)
@@ -247,7 +242,7 @@ class _Work:
         if origin != (self.manifest.save_id, self.manifest.step, record.rank):
             raise CorruptError(f"{name}: belongs to attempt {origin[0]}, step {origin[1]}, rank {origin[2]}")
         bad: list[int] = []
-        for chunk in _chunks(blob, header):
+        for chunk in compared_chunks(blob, header):
             bad.extend(chunk.bad)
             yield _Checked(chunk.bytes, chunk.blocks)
         if bad:
@@ -311,70 +306,6 @@ class _Work:
             for part in held:
                 name = spec.key if part.box.sizes == layout.shape else f"{spec.key}{part.box}"
                 yield Entry(name, spec.key, spec.dtype, layout.shape, part.box, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A few MiB of data that were compared, and the blocks among them that differ."""
-
-    bytes: int
-    blocks: int
-    bad: tuple[int, ...]
-
-
-def _chunks(blob: Blob, header: ShardHeader) -> Iterator[_Chunk]:
-    """All data of one file, compared on a few threads that are kept busy and no further ahead than they need."""
-    starts = iter(range(0, header.data_bytes, CHUNK_BYTES))
-    free: SimpleQueue[bytearray] = SimpleQueue()
-    threads = min(VERIFY_THREADS, -(-header.data_bytes // CHUNK_BYTES))
-    if threads <= 1:
-        yield from (_compare(blob, header, start, bytearray(CHUNK_BYTES)) for start in starts)
-        return
-
-    def work(start: int) -> _Chunk:
-        buffer = free.get()
-        try:
-            return _compare(blob, header, start, buffer)
-        finally:
-            free.put(buffer)
-
-    for _ in range(threads):
-        free.put(bytearray(CHUNK_BYTES))
-    running: deque[Future[_Chunk]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-verify") as pool:
-        for start in starts:
-            running.append(pool.submit(work, start))
-            if len(running) > 2 * threads:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-
-
-def _compare(blob: Blob, header: ShardHeader, start: int, buffer: bytearray) -> _Chunk:
-    length = min(CHUNK_BYTES, header.data_bytes - start)
-    view = memoryview(buffer)[:length]
-    blob.read_into(header.data_offset + start, view)
-    first = start // BLOCK_BYTES
-    count = -(-length // BLOCK_BYTES)
-    expected = header.digests[first : first + count].tolist()
-    bad = [
-        first + index
-        for index, wanted in enumerate(expected)
-        if digest(view[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]) != wanted
-    ]
-    return _Chunk(length, count, tuple(bad))
-
-
-def _read_header(blob: Blob, name: str) -> bytes:
-    head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
-    if head:
-        blob.read_into(0, memoryview(head))
-    length = header_bytes(memoryview(head), blob.size_bytes, name)
-    if length > len(head):
-        rest = bytearray(length - len(head))
-        blob.read_into(len(head), memoryview(rest))
-        head += rest
-    return bytes(head[:length])
 
 
 def _bad_text(name: str, header: ShardHeader, bad: list[int]) -> str:

@@ -1,0 +1,144 @@
+"""``keepstep ls``: which steps exist below a root, which are damaged, and which were never committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from keepstep.cli.words import age_s, age_words, metric_words, safe, size_words
+from keepstep.commit.catalog import Found, check_files, read_catalog, read_manifest, step_storage
+from keepstep.commit.publish import LATEST_NAME
+from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError
+from keepstep.format.manifest import parse_step_name, step_name
+from keepstep.storage.base import Storage, read_blob
+
+__all__ = ["Listing", "StepLine", "print_listing", "read_listing"]
+
+HINT_LIMIT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One folder of a step. ``status`` is committed, damaged or unfinished; the fields are those of the JSON output."""
+
+    step: int
+    name: str
+    status: str
+    latest: bool = False
+    incarnation: int | None = None
+    run: str | None = None
+    created: str | None = None
+    age_s: float | None = None
+    world_size: int | None = None
+    bytes: int | None = None
+    files: int | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    damage: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A root and its steps: committed and damaged ones newest first, then attempts that were never committed.
+
+    ``hint`` is the step that the file ``latest`` names; readers go by manifests.
+    """
+
+    root: str
+    hint: int | None
+    steps: tuple[StepLine, ...]
+
+
+def read_listing(root: Storage) -> Listing:
+    """Looks at every step once: its manifest and the sizes of its files, not their contents."""
+    catalog = read_catalog(root)
+    lines: list[StepLine] = []
+    for found in catalog.steps:
+        line = _line(root, found)
+        newest = line.status == "committed" and not any(other.latest for other in lines)
+        lines.append(replace(line, latest=newest))
+    for name in reversed(catalog.unfinished):
+        sizes = [size for _, size in root.list(name)]
+        lines.append(StepLine(parse_step_name(name) or 0, name, "unfinished", bytes=sum(sizes), files=len(sizes)))
+    return Listing(root.url, _hint(root), tuple(lines))
+
+
+def print_listing(listing: Listing, console: Console) -> None:
+    """A table for people, 80 columns and more."""
+    if not listing.steps:
+        console.print(f"no steps in {safe(listing.root)}", soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("incarnation", justify="right", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("ranks", justify="right", no_wrap=True)
+    table.add_column("metrics", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for line in listing.steps:
+        known = line.incarnation is not None
+        table.add_row(
+            str(line.step),
+            str(line.incarnation) if known else "–",
+            age_words(line.age_s) if known else "–",
+            "–" if line.bytes is None else size_words(line.bytes),
+            "–" if line.world_size is None else str(line.world_size),
+            metric_words(line.metrics),
+            "latest" if line.latest else {"committed": "", "unfinished": "never committed"}.get(line.status, "damaged"),
+        )
+    console.print(table)
+    for line in listing.steps:
+        if line.damage is not None:
+            console.print(f"\nstep {line.step} is damaged: {safe(line.damage)}", soft_wrap=True)
+    newest = next((line.step for line in listing.steps if line.latest), None)
+    if newest is None:
+        console.print("\nno step here can be restored", soft_wrap=True)
+    elif listing.hint is not None and listing.hint != newest:
+        console.print(f"\nthe hint 'latest' names step {listing.hint}; restore() goes by manifests", soft_wrap=True)
+
+
+def _line(root: Storage, found: Found) -> StepLine:
+    name = step_name(found.step)
+    storage = step_storage(root, found.step)
+    try:
+        if found.damage:
+            raise CorruptError(found.damage)
+        manifest = read_manifest(storage)
+        check_files(storage, manifest)
+    except (CorruptError, FormatError, StorageError) as err:
+        return StepLine(
+            found.step,
+            name,
+            "damaged",
+            incarnation=None if found.damage else found.incarnation,
+            run=found.run or None,
+            created=found.created or None,
+            age_s=age_s(found.created),
+            metrics=dict(found.metrics or {}),
+            damage=str(err),
+        )
+    return StepLine(
+        found.step,
+        name,
+        "committed",
+        incarnation=found.incarnation,
+        run=found.run,
+        created=found.created,
+        age_s=age_s(found.created),
+        world_size=manifest.world_size,
+        bytes=manifest.total_bytes,
+        files=sum(len(records) for records in manifest.files.values()),
+        metrics=dict(manifest.metrics),
+    )
+
+
+def _hint(root: Storage) -> int | None:
+    """The step that ``latest`` names; None when it is absent or not readable, which harms nobody."""
+    try:
+        hint = msgspec.json.decode(read_blob(root, LATEST_NAME, HINT_LIMIT_BYTES))
+        return int(hint["step"])
+    except (CheckpointError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return None

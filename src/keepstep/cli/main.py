@@ -1,0 +1,154 @@
+"""The commands. Each reads its arguments, asks one room, prints what it was given, and says how it went by exit status.
+
+Facts go to standard output, errors and progress to standard error. An error of keepstep's own is printed as
+``error[code]: message`` with what to do about it, and never as a traceback unless ``--debug`` asks for one.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+import keepstep
+from keepstep.cli.listing import print_listing, read_listing
+from keepstep.cli.places import folder_at, is_step, root_at, step_at
+from keepstep.cli.showing import print_step, read_step
+from keepstep.cli.verifying import print_result, verify_root, verify_step
+from keepstep.cli.words import safe
+from keepstep.errors import CheckpointError, StorageError
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """The group of all commands: where errors become text and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command."""
+        try:
+            return super().invoke(ctx)
+        except (CheckpointError, OSError) as caught:
+            if isinstance(caught, BrokenPipeError):
+                raise
+            error = caught if isinstance(caught, CheckpointError) else _storage_error(caught)
+            if ctx.params.get("debug"):
+                traceback.print_exception(caught)
+            _say_error(error)
+            raise typer.Exit(error.exit_status) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="keepstep",
+    help="Looks at the checkpoints of training runs: lists, shows and verifies them. Changes nothing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"keepstep {keepstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error too.")] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command("ls")
+def list_steps(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")], as_json: Json = False
+) -> None:
+    """List the steps of a run, newest first; damaged and unfinished ones are marked."""
+    listing = read_listing(root_at(root))
+    if as_json:
+        _print_json(listing)
+    else:
+        print_listing(listing, _console())
+
+
+@app.command("show")
+def show_step(
+    step: Annotated[str, typer.Argument(metavar="STEP", help="The folder of one step.")],
+    glob: Annotated[
+        str | None, typer.Argument(metavar="[GLOB]", help="With --tensors: the keys to list, such as 'model/*'.")
+    ] = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List tensors: key, dtype, shape, layout, pieces.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a step: components, layouts, world, lineage, versions."""
+    pattern = glob if glob is not None else "*" if tensors else None
+    facts = read_step(step_at(step), pattern)
+    if as_json:
+        _print_json(facts)
+    else:
+        print_step(facts, _console())
+
+
+@app.command("verify")
+def verify_steps(
+    path: Annotated[str, typer.Argument(metavar="STEP_OR_ROOT", help="One step, or a run for all its steps.")],
+    as_json: Json = False,
+) -> None:
+    """Verify structure, coverage and every digest. The exit status says what kind of fault there is."""
+    folder = folder_at(path)
+    errors = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    if is_step(folder):
+        verification = verify_step(step_at(path), folder.root.name, errors)
+    else:
+        verification = verify_root(root_at(path), errors)
+    if as_json:
+        _print_json(verification)
+    else:
+        print_result(verification, _console())
+    raise typer.Exit(verification.exit_status)
+
+
+def main() -> None:
+    """The entry point of the command ``keepstep``."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets its number, not an error.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    app()
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def _print_json(facts: object) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+
+
+def _say_error(error: CheckpointError) -> None:
+    typer.echo(f"error[{error.code}]: {safe(str(error))}", err=True)
+    for note in getattr(error, "__notes__", ()):
+        typer.echo(f"  {safe(note)}", err=True)
+    typer.echo(f"what to do: {error.remedy}", err=True)
+
+
+def _storage_error(error: OSError) -> StorageError:
+    return StorageError("open", str(error.filename or "the path"), error)
+
+
+if __name__ == "__main__":
+    main()

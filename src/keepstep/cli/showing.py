@@ -1,0 +1,246 @@
+"""``keepstep show``: what is in one step: its parts, how tensors lie on the ranks, who wrote it, with what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from rich.console import Console
+from rich.table import Table
+
+from keepstep.cli.words import age_s, age_words, layout_words, metric_words, piece_count, plural, safe, size_words
+from keepstep.commit.catalog import check_files, read_manifest
+from keepstep.errors import CorruptError, UsageError
+from keepstep.format.manifest import Component, Lineage, Manifest, Versions
+from keepstep.storage.base import Storage
+
+__all__ = ["ComponentLine", "LayoutLine", "StepFacts", "TensorLine", "print_step", "read_step"]
+
+SHOWN_LAYOUTS = 12
+SHOWN_MESHES = 4
+PIPED_COLUMNS = 10_000
+# Parts that most training states have, and what their names or types contain: worth a word when one is not there.
+_USUAL = {
+    "scheduler": ("sched", "lr"),
+    "data position": ("data", "load", "sampl"),
+    "random numbers": ("rng",),
+    "progress": ("progress",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentLine:
+    """One part of the state. ``folder`` is where the bytes of its tensors are."""
+
+    name: str
+    kind: str
+    type: str
+    tensors: int
+    bytes: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutLine:
+    """A global shape and how it is cut, how many pieces that makes, and how many tensors share it."""
+
+    shape: tuple[int, ...]
+    layout: str
+    pieces: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """One tensor. ``same_as`` is set for a tied one, which is stored under that other key."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    pieces: int
+    folder: str
+    same_as: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Everything about a step that its manifest says; the fields are those of the JSON output.
+
+    ``damage`` says which files are missing or of another size; contents are for ``verify``.
+    """
+
+    path: str
+    step: int
+    save_id: str
+    created: str
+    format: str
+    lineage: Lineage
+    metrics: dict[str, float | None]
+    world_size: int
+    meshes: tuple[tuple[int, ...], ...]
+    versions: Versions
+    files: int
+    bytes: int
+    tensors: int
+    components: tuple[ComponentLine, ...]
+    layouts: tuple[LayoutLine, ...]
+    damage: str | None = None
+    tensor_list: tuple[TensorLine, ...] | None = None
+
+
+def read_step(storage: Storage, pattern: str | None) -> StepFacts:
+    """What the manifest of a step says; ``pattern`` picks the keys to list, None lists none.
+
+    Raises:
+        UsageError: no key fits the pattern.
+        CorruptError, FormatError, StorageError: the manifest is damaged, newer, or cannot be read.
+    """
+    manifest = read_manifest(storage)
+    damage = None
+    try:
+        check_files(storage, manifest)
+    except CorruptError as err:
+        damage = str(err)
+    lines = None if pattern is None else _tensor_lines(manifest, pattern)
+    return StepFacts(
+        path=storage.url,
+        step=manifest.step,
+        save_id=manifest.save_id,
+        created=manifest.created,
+        format=".".join(map(str, manifest.format)),
+        lineage=manifest.lineage,
+        metrics=dict(manifest.metrics),
+        world_size=manifest.world_size,
+        meshes=tuple(mesh.shape for mesh in manifest.meshes),
+        versions=manifest.versions,
+        files=sum(len(records) for records in manifest.files.values()),
+        bytes=manifest.total_bytes,
+        tensors=len(manifest.tensors) + len(manifest.aliases),
+        components=tuple(_component(name, part) for name, part in manifest.components.items()),
+        layouts=_layout_lines(manifest),
+        damage=damage,
+        tensor_list=lines,
+    )
+
+
+def print_step(facts: StepFacts, console: Console) -> None:
+    """Everything for people, 80 columns and more."""
+    if facts.tensor_list is not None:
+        _print_tensors(facts.tensor_list, console)
+        return
+    lineage, versions = facts.lineage, facts.versions
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    shapes = [shape for shape in dict.fromkeys(facts.meshes) if shape != (facts.world_size,)]
+    meshes = ", ".join(" × ".join(map(str, shape)) for shape in shapes[:SHOWN_MESHES])
+    came = f", from step {lineage.parent.step} of incarnation {lineage.parent.incarnation}" if lineage.parent else ""
+    other = f" of run {safe(lineage.parent.run)}" if lineage.parent and lineage.parent.run != lineage.run else ""
+    rows = {
+        "step": f"{facts.step}, saved {safe(facts.created)} ({age_words(age_s(facts.created))} ago)",
+        "path": safe(facts.path),
+        "size": f"{size_words(facts.bytes)} in {plural(facts.files, 'file')}, {plural(facts.tensors, 'tensor')}",
+        "world": f"{plural(facts.world_size, 'rank')}" + (f", mesh {meshes}" if meshes else ""),
+        "run": f"{safe(lineage.run)}, incarnation {lineage.incarnation}{came}{other}",
+        "written by": safe(f"keepstep {versions.keepstep}, torch {versions.torch}, python {versions.python}"),
+        "processor": safe(versions.cpu),
+        "code": safe(versions.code),
+        "format": f"{facts.format}, attempt {safe(facts.save_id)}",
+        "metrics": metric_words(facts.metrics),
+    }
+    for name, text in rows.items():
+        if text:
+            grid.add_row(name, text)
+    console.print(grid)
+    console.print()
+    _print_components(facts.components, console)
+    if facts.layouts:
+        console.print()
+        _print_layouts(facts.layouts, console)
+    if facts.damage is not None:
+        console.print(f"\ndamaged: {safe(facts.damage)}", soft_wrap=True)
+
+
+def _print_components(components: tuple[ComponentLine, ...], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("component", overflow="fold")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("type", overflow="fold")
+    table.add_column("tensors", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for part in components:
+        table.add_row(safe(part.name), safe(part.kind), safe(part.type), f"{part.tensors:,}", size_words(part.bytes))
+    console.print(table)
+    absent = [usual for usual in _USUAL if not any(_is_usual(part, usual) for part in components)]
+    if absent and any(part.kind == "optimizer" for part in components):
+        console.print(f"not saved with it: {', '.join(absent)}", soft_wrap=True)
+
+
+def _is_usual(part: ComponentLine, usual: str) -> bool:
+    text = f"{part.name} {part.type}".lower()
+    return any(hint in text for hint in _USUAL[usual])
+
+
+def _print_layouts(layouts: tuple[LayoutLine, ...], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("shape", overflow="fold")
+    table.add_column("layout", overflow="fold")
+    table.add_column("pieces", justify="right", no_wrap=True)
+    table.add_column("tensors", justify="right", no_wrap=True)
+    for line in layouts[:SHOWN_LAYOUTS]:
+        table.add_row(str(list(line.shape)), line.layout, f"{line.pieces:,}", f"{line.tensors:,}")
+    console.print(table)
+    if len(layouts) > SHOWN_LAYOUTS:
+        console.print(f"and {len(layouts) - SHOWN_LAYOUTS} more layouts; --json lists all", soft_wrap=True)
+
+
+def _print_tensors(lines: tuple[TensorLine, ...], console: Console) -> None:
+    """One line a tensor, as long as it has to be where it is piped; folded to fit a terminal."""
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("key", overflow="fold", ratio=3)
+    table.add_column("dtype", no_wrap=True)
+    table.add_column("shape", overflow="fold", ratio=1)
+    table.add_column("layout", overflow="fold", ratio=2)
+    table.add_column("pieces", justify="right", no_wrap=True)
+    for line in lines:
+        layout = line.layout if line.same_as is None else f"same as {safe(line.same_as)}"
+        table.add_row(safe(line.key), line.dtype, str(list(line.shape)), layout, f"{line.pieces:,}")
+    console.print(table)
+
+
+def _component(name: str, part: Component) -> ComponentLine:
+    return ComponentLine(name, part.kind, part.type, part.tensors, part.bytes, part.folder)
+
+
+def _layout_lines(manifest: Manifest) -> tuple[LayoutLine, ...]:
+    """Layouts by how many tensors share them."""
+    shared = Counter(spec.layout for spec in manifest.tensors)
+    return tuple(
+        LayoutLine(layout.shape, layout_words(layout, manifest.meshes), piece_count(layout, manifest.meshes), count)
+        for layout, count in ((manifest.layouts[index], count) for index, count in shared.most_common())
+    )
+
+
+def _tensor_lines(manifest: Manifest, pattern: str) -> tuple[TensorLine, ...]:
+    """The tensors whose key fits, in the order of the state, tied ones after the others."""
+    words: dict[int, tuple[str, int]] = {}
+    lines = {}
+    for spec in manifest.tensors:
+        layout = manifest.layouts[spec.layout]
+        if spec.layout not in words:
+            words[spec.layout] = layout_words(layout, manifest.meshes), piece_count(layout, manifest.meshes)
+        lines[spec.key] = TensorLine(spec.key, spec.dtype, layout.shape, *words[spec.layout], spec.folder)
+    tied = []
+    for key, stored in manifest.aliases.items():
+        line = lines.get(stored)
+        if line is not None:
+            tied.append(TensorLine(key, line.dtype, line.shape, line.layout, line.pieces, line.folder, stored))
+    found = tuple(line for line in (*lines.values(), *tied) if fnmatchcase(line.key, pattern))
+    if not found and lines:
+        some = ", ".join(list(lines)[:3])
+        raise UsageError(f"no key fits {pattern!r}; there are {len(lines) + len(tied):,} keys, such as {some}")
+    return found

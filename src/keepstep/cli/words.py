@@ -1,0 +1,86 @@
+"""Facts as a person reads them: sizes, ages, layouts; and text from files made safe for a terminal."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+
+from keepstep.format.layout import Layout, Mesh, parts
+
+__all__ = ["age_s", "age_words", "layout_words", "metric_words", "piece_count", "plural", "safe", "size_words"]
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def safe(text: str) -> str:
+    """The text without anything that could move the cursor or change colours: keys and names come from files."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def size_words(size_bytes: int) -> str:
+    """``1.25 GiB``; whole bytes below a KiB."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    amount = float(size_bytes)
+    for unit in _UNITS:
+        amount /= 1024
+        if amount < 999.5 or unit == _UNITS[-1]:
+            return f"{amount:.3g} {unit}"
+    raise AssertionError  # the last unit returns
+
+
+def age_s(created: str, now: dt.datetime | None = None) -> float | None:
+    """Seconds since ``created`` (ISO 8601), or None when that cannot be told."""
+    try:
+        then = dt.datetime.fromisoformat(created)
+        return ((now or dt.datetime.now(dt.UTC)) - then).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def age_words(seconds: float | None) -> str:
+    """``42 s``, ``3 min``, ``5 h``, ``12 d``; 0 for what a clock elsewhere puts into the future."""
+    if seconds is None:
+        return "?"
+    for limit, length, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0, int(seconds / length))} {unit}"
+    return f"{int(seconds / 86_400)} d"
+
+
+def metric_words(metrics: Mapping[str, float | None]) -> str:
+    """``loss=1.25 accuracy=0.5``; what was not a finite number is ``nan``."""
+    return " ".join(f"{safe(name)}={'nan' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
+
+
+def plural(count: int, thing: str) -> str:
+    """``1 file``, ``1,200 files``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def layout_words(layout: Layout, meshes: tuple[Mesh, ...]) -> str:
+    """How a tensor is cut: ``whole on rank 3``, ``dim 0 in 4 (S)``, ``dim 0 in 2 (S), dim 1 in 2 (B)``."""
+    if layout.boxes is not None:
+        return plural(len(layout.boxes), "box").replace("boxs", "boxes") + " (listed)"
+    mesh = meshes[layout.mesh]
+    cuts = []
+    index = [0] * len(mesh.shape)
+    for cut in layout.cuts:
+        if cut.kind == "O":
+            index[cut.axis] = cut.arg
+        else:
+            kind = f"SS of {cut.arg}" if cut.kind == "SS" else cut.kind
+            cuts.append(f"dim {cut.dim} in {mesh.shape[cut.axis]} ({kind})")
+    if cuts:
+        return ", ".join(cuts)
+    position = 0
+    for size, at in zip(mesh.shape, index, strict=True):
+        position = position * size + at
+    return f"whole on rank {mesh.members()[position]}"
+
+
+def piece_count(layout: Layout, meshes: tuple[Mesh, ...]) -> int:
+    """The number of pieces that hold anything."""
+    if layout.boxes is not None:
+        return sum(1 for _, box in layout.boxes if box.elements)
+    return sum(len(parts(layout, list(meshes), rank)) for rank in meshes[layout.mesh].members())
