@@ -167,7 +167,7 @@ class StorageContract:
         def work(i: int) -> None:
             if i == 0:
                 try:
-                    for round_ in range(30):
+                    for round_ in range(12):
                         storage.put("a/hot", values[round_ % 3])
                 finally:
                     done.set()

@@ -10,30 +10,30 @@ each rank has of its own, ``ObjectNode`` for the tree of a module, an optimizer 
 A key is the path of a leaf as one string, ``optimizer/state/layers.0.weight/exp_avg``. Segments are joined by ``/``. Inside
 a segment ``~`` is written ``~0`` and ``/`` is written ``~1`` (RFC 6901). A string that could be mistaken for an integer
 gets the prefix ``~s`` and an empty one is ``~e``; an integer is written in digits; any other kind of dictionary key is
-written with a ``~`` tag, so that ``1``, ``"1"``, ``True`` and ``None`` stay apart. Keys are never file paths.
+written with a ``~`` tag, so that ``1``, ``"1"``, ``True`` and ``None`` stay apart. Half of a surrogate pair, which no file
+can hold as text, is written ``~ud800``. Keys are never file paths.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import datetime as dt
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from enum import Enum
-from pathlib import Path, PurePath
+from enum import Enum, Flag
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.format.atoms import READ_ATOM, SURROGATE, write_atom
 from keepstep.format.registry import can_register, registered_class, registered_name
 
 __all__ = ["ObjectNode", "RankRef", "TensorRef", "TorchValue", "decode", "encode", "join"]
 
 MAX_DEPTH = 100
+MAX_REFUSED = 1000
+"""A value that holds itself more than once would be refused without end."""
 _INT64 = 1 << 63
 _FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 
@@ -83,6 +83,8 @@ def join(path: str, part: object) -> str:
     if type(part) is str:
         if "~" in part or "/" in part:
             part = part.replace("~", "~0").replace("/", "~1")
+        if not part.isascii():
+            part = SURROGATE.sub(lambda found: f"~u{ord(found[0]):04x}", part)
         tail = part
         if (part[1:] if part[:1] == "-" else part).isdigit():
             tail = f"~s{part}"
@@ -91,7 +93,9 @@ def join(path: str, part: object) -> str:
     elif type(part) is int:
         tail = str(part)
     else:
-        tail = f"~{type(part).__name__[0]}{repr(part).replace('~', '~0').replace('/', '~1')}"
+        # A set is spelled in order: its own order differs from process to process.
+        text = f"{{{', '.join(sorted(map(repr, part)))}}}" if isinstance(part, frozenset) else repr(part)
+        tail = f"~{type(part).__name__[0]}{text.replace('~', '~0').replace('/', '~1')}"
     return f"{path}/{tail}" if path else tail
 
 
@@ -124,7 +128,7 @@ def decode(data: bytes | memoryview) -> Any:
 def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
     """The JSON form of one value; appends to ``refused`` instead of raising, so that all are reported at once."""
     kind = type(value)
-    if kind is str or value is None or kind is bool:
+    if value is None or kind is bool or (kind is str and (value.isascii() or not SURROGATE.search(value))):
         return value
     if kind is TensorRef:
         lowered: dict[str, Any] = {"$": "tensor", "key": value.key, "dtype": value.dtype, "shape": value.shape}
@@ -133,15 +137,17 @@ def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
                 lowered[name] = getattr(value, name)
         return lowered
     if kind is int:
-        return value if -_INT64 <= value < _INT64 else {"$": "int", "v": str(value)}
+        return value if -_INT64 <= value < _INT64 else write_atom(value)
     if kind is float:
         plain = math.isfinite(value) and (value != 0.0 or math.copysign(1.0, value) > 0)
-        return value if plain else {"$": "float", "v": np.float64(value).tobytes().hex()}
+        return value if plain else write_atom(value)
+    if len(refused) >= MAX_REFUSED:
+        return None
     if depth > MAX_DEPTH:
         refused.append(f"{path}: nested deeper than {MAX_DEPTH} levels, or a value that contains itself")
         return None
     if kind is dict:
-        if all(type(key) is str for key in value) and "$" not in value:
+        if "$" not in value and all(type(k) is str and (k.isascii() or not SURROGATE.search(k)) for k in value):
             return {key: _lower(item, join(path, key), depth + 1, refused) for key, item in value.items()}
         return {"$": "dict", "v": _lower_pairs(value, path, depth, refused)}
     if kind is list:
@@ -193,25 +199,6 @@ def _lower_defaultdict(value: defaultdict[Any, Any], path: str, depth: int, refu
     return {"$": "defaultdict", "v": _lower_pairs(value, path, depth, refused), "factory": name}
 
 
-def _lower_bytes(value: Any, _path: str, _depth: int, _refused: list[str]) -> Any:
-    return {"$": type(value).__name__, "v": base64.b64encode(value).decode()}
-
-
-def _lower_complex(value: complex, _path: str, _depth: int, _refused: list[str]) -> Any:
-    return {"$": "complex", "v": np.complex128(value).tobytes().hex()}
-
-
-def _lower_text(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
-    def lower(value: Any, _path: str, _depth: int, _refused: list[str]) -> Any:
-        return {"$": tag, "v": str(value) if tag == "path" else value.isoformat()}
-
-    return lower
-
-
-def _lower_timedelta(value: dt.timedelta, _path: str, _depth: int, _refused: list[str]) -> Any:
-    return {"$": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
-
-
 def _lower_rank_ref(value: RankRef, _path: str, _depth: int, _refused: list[str]) -> Any:
     return {"$": "per_rank", "key": value.key, "rule": value.rule}
 
@@ -233,12 +220,6 @@ _LOWER: dict[type, Callable[[Any, str, int, list[str]], Any]] = {
     OrderedDict: _lower_mapping("OrderedDict"),
     Counter: _lower_mapping("Counter"),
     defaultdict: _lower_defaultdict,
-    bytes: _lower_bytes,
-    bytearray: _lower_bytes,
-    complex: _lower_complex,
-    dt.datetime: _lower_text("datetime"),
-    dt.date: _lower_text("date"),
-    dt.timedelta: _lower_timedelta,
     RankRef: _lower_rank_ref,
     ObjectNode: _lower_object,
     TorchValue: _lower_torch,
@@ -246,25 +227,24 @@ _LOWER: dict[type, Callable[[Any, str, int, list[str]], Any]] = {
 
 
 def _lower_other(value: Any, path: str, depth: int, refused: list[str]) -> Any:
-    """Families of types: paths, numpy values, registered classes; anything else is refused."""
-    if isinstance(value, PurePath):
-        return {"$": "path", "v": str(value)}
-    if isinstance(value, np.ndarray | np.generic) and type(value).__module__ == "numpy":
-        if value.dtype.hasobject or value.dtype.names is not None:
-            refused.append(f"{path}: numpy value of dtype {value.dtype}; only plain element types can be stored")
-            return None
-        tag = "ndarray" if isinstance(value, np.ndarray) else "npscalar"
-        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {"$": tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
+    """Values that hold no others, and registered classes; anything else is refused."""
+    try:
+        atom = write_atom(value)
+    except ValueError as err:
+        refused.append(f"{path}: {err}")
+        return None
+    if atom is not None:
+        return atom
     name = registered_name(type(value))
     if name is None:
         hint = " (register its class with ks.register)" if can_register(type(value)) else ""
         refused.append(f"{path}: {type(value).__module__}.{type(value).__qualname__}{hint}")
         return None
     if isinstance(value, Enum):
-        return {"$": "enum", "type": name, "v": value.name}
+        # Several flags together have no name of their own.
+        return {"$": "enum", "type": name, "v": value.value if isinstance(value, Flag) else value.name}
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
         return {"$": "dataclass", "type": name, "v": _lower(fields, path, depth + 1, refused)}
     return {"$": "class", "type": name, "v": _lower(value.to_state(), path, depth + 1, refused)}
 
@@ -286,7 +266,7 @@ def _raise_up(plain: Any, depth: int) -> Any:
         return read(plain, depth + 1)
     except CorruptError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+    except (LookupError, ValueError, TypeError, AttributeError, OverflowError, MemoryError, OSError) as err:
         raise CorruptError(f"plain value tagged {tag!r} is malformed: {err}") from err
 
 
@@ -303,31 +283,6 @@ def _read_defaultdict(plain: dict[str, Any], depth: int) -> Any:
     return defaultdict(None if name is None else _FACTORIES[name], _pairs(plain, depth))
 
 
-def _read_float(plain: dict[str, Any], _depth: int) -> float:
-    return float(np.frombuffer(bytes.fromhex(plain["v"]), np.float64)[0])
-
-
-def _read_complex(plain: dict[str, Any], _depth: int) -> complex:
-    return complex(np.frombuffer(bytes.fromhex(plain["v"]), np.complex128)[0])
-
-
-def _read_int(plain: dict[str, Any], _depth: int) -> int:
-    if len(plain["v"]) > 4000:
-        raise ValueError("an integer of more than 4,000 digits")
-    return int(plain["v"])
-
-
-def _read_array(plain: dict[str, Any], _depth: int) -> Any:
-    dtype = np.dtype(plain["dtype"])
-    if dtype.hasobject:
-        raise ValueError(f"dtype {dtype}")
-    return np.frombuffer(base64.b64decode(plain["v"]), dtype).reshape(plain["shape"]).copy()
-
-
-def _read_tensor(plain: dict[str, Any], _depth: int) -> TensorRef:
-    return msgspec.convert({key: item for key, item in plain.items() if key != "$"}, TensorRef)
-
-
 def _read_class(plain: dict[str, Any], depth: int) -> Any:
     name = plain["type"]
     cls: Any = registered_class(name)
@@ -336,10 +291,13 @@ def _read_class(plain: dict[str, Any], depth: int) -> Any:
             f"the state holds a {name!r}, which is not registered here; call ks.register on that class first"
         )
     if plain["$"] == "enum":
-        return cls[plain["v"]]
+        return cls(plain["v"]) if issubclass(cls, Flag) else cls[plain["v"]]
     value = _raise_up(plain["v"], depth)
     if plain["$"] == "class":
         return cls.from_state(value)
+    unknown = value.keys() - {field.name for field in dataclasses.fields(cls)}
+    if unknown:
+        raise CorruptError(f"a {name!r} was saved with the fields {', '.join(sorted(unknown))}, which it does not have")
     made = cls.__new__(cls)
     for field, item in value.items():
         object.__setattr__(made, field, item)
@@ -347,6 +305,7 @@ def _read_class(plain: dict[str, Any], depth: int) -> Any:
 
 
 _READ: dict[str, Callable[[dict[str, Any], int], Any]] = {
+    **READ_ATOM,
     "dict": lambda plain, depth: dict(_pairs(plain, depth)),
     "OrderedDict": lambda plain, depth: OrderedDict(_pairs(plain, depth)),
     "Counter": lambda plain, depth: Counter(dict(_pairs(plain, depth))),
@@ -355,21 +314,10 @@ _READ: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "set": lambda plain, depth: set(_items(plain, depth)),
     "frozenset": lambda plain, depth: frozenset(_items(plain, depth)),
     "deque": lambda plain, depth: deque(_items(plain, depth), plain["maxlen"]),
-    "int": _read_int,
-    "float": _read_float,
-    "complex": _read_complex,
-    "bytes": lambda plain, _depth: base64.b64decode(plain["v"], validate=True),
-    "bytearray": lambda plain, _depth: bytearray(base64.b64decode(plain["v"], validate=True)),
-    "path": lambda plain, _depth: Path(plain["v"]),
-    "datetime": lambda plain, _depth: dt.datetime.fromisoformat(plain["v"]),
-    "date": lambda plain, _depth: dt.date.fromisoformat(plain["v"]),
-    "timedelta": lambda plain, _depth: dt.timedelta(*plain["v"]),
-    "ndarray": _read_array,
-    "npscalar": lambda plain, depth: _read_array(plain, depth)[()],
     "enum": _read_class,
     "dataclass": _read_class,
     "class": _read_class,
-    "tensor": _read_tensor,
+    "tensor": lambda plain, _depth: msgspec.convert({k: v for k, v in plain.items() if k != "$"}, TensorRef),
     "per_rank": lambda plain, _depth: RankRef(str(plain["key"]), str(plain["rule"])),
     "object": lambda plain, depth: ObjectNode(str(plain["kind"]), str(plain["type"]), _raise_up(plain["v"], depth)),
     "torch.size": lambda plain, _depth: TorchValue("size", str(plain["v"])),

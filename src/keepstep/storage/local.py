@@ -240,7 +240,10 @@ def _make_folders(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileExistsError as err:
+            raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
         _sync_folder(path.parent)
 
 
