@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpointer.rename import Rename, renamed_tree
+from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
 from keepstep.format.layout import Mesh, Structure
@@ -159,7 +160,7 @@ def load_step(
 ) -> LoadReport:
     """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
     timeline = Timeline()
-    with ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
+    with no_collection(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("plan"):
             tree, own = read_trees(storage, manifest, ranks.rank)
             origin = Origin(manifest.world_size, manifest.aliases, own)

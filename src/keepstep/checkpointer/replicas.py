@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from keepstep.errors import MismatchError
-from keepstep.format.layout import Layout
+from keepstep.format.layout import Layout, Mesh, Structure
 from keepstep.format.manifest import Receipt
 from keepstep.format.shardfile import digest
 from keepstep.ranks import Phase
@@ -17,12 +17,15 @@ from keepstep.state.capture import Snapshot
 __all__ = ["replica_details", "replica_digests", "replicas_differ"]
 
 
-def replica_digests(snapshot: Snapshot, rank: int) -> dict[str, str]:
-    """One digest for each group of ranks that should hold the same bytes; reads every replicated tensor once."""
-    groups: dict[str, list[int]] = {}
-    for _, group, value in _each(snapshot, rank):
-        groups.setdefault(group, []).append(value)
-    return {group: f"{digest(repr(values).encode()):016x}" for group, values in groups.items()}
+def replica_digests(snapshot: Snapshot, stored: Structure, rank: int) -> dict[str, str]:
+    """One digest for each group of ranks that should hold the same bytes; reads every replicated tensor once.
+
+    Ranks may have their tensors in different orders, so each group's are taken by key.
+    """
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for key, group, value in _each(snapshot, stored, rank):
+        groups.setdefault(group, []).append((key, value))
+    return {group: f"{digest(repr(sorted(values)).encode()):016x}" for group, values in groups.items()}
 
 
 def replicas_differ(receipts: list[Receipt]) -> bytes:
@@ -36,7 +39,7 @@ def replicas_differ(receipts: list[Receipt]) -> bytes:
     return "\n".join(sorted(differing)).encode()
 
 
-def replica_details(phase: Phase, snapshot: Snapshot, groups: str) -> None:
+def replica_details(phase: Phase, snapshot: Snapshot, stored: Structure, groups: str) -> None:
     """Finds the keys that differ. Collective; always raises.
 
     Raises:
@@ -44,16 +47,20 @@ def replica_details(phase: Phase, snapshot: Snapshot, groups: str) -> None:
     """
     wanted = set(groups.split("\n"))
     rank = phase.rank
-    mine = [(key, group, value) for key, group, value in _each(snapshot, rank) if group in wanted]
+    mine = [(key, group, value) for key, group, value in _each(snapshot, stored, rank) if group in wanted]
     posted = phase.gather(msgspec.msgpack.encode(mine))
     if posted is not None:
         values: dict[tuple[str, str], dict[int, int]] = {}
+        members: dict[str, set[int]] = {}
         for owner, raw in enumerate(posted):
             for key, group, value in msgspec.msgpack.decode(raw, type=list[tuple[str, str, int]]):
                 values.setdefault((key, group), {})[owner] = value
+                members.setdefault(group, set()).add(owner)
         problems = []
-        for (key, _), by_rank in values.items():
+        for (key, group), by_rank in values.items():
             first = min(by_rank)
+            if lacking := members[group] - by_rank.keys():
+                problems.append(f"{key}: rank {first} holds it as a replica, rank {min(lacking)} in another way")
             others = [str(owner) for owner, value in by_rank.items() if value != by_rank[first]]
             if others:
                 problems.append(f"{key}: values differ across ranks: {', '.join(others)} from {first}")
@@ -65,25 +72,31 @@ def replica_details(phase: Phase, snapshot: Snapshot, groups: str) -> None:
     phase.broadcast()
 
 
-def _each(snapshot: Snapshot, rank: int) -> list[tuple[str, str, int]]:
+def _each(snapshot: Snapshot, stored: Structure, rank: int) -> list[tuple[str, str, int]]:
     """(key, group, digest) of every replicated tensor that must be the same within its group."""
     structure = snapshot.structure
-    names: dict[int, str] = {}
+    holders = {spec.key: stored.meshes[stored.layouts[spec.layout].mesh] for spec in stored.tensors}
+    names: dict[tuple[Mesh, int], str] = {}
     found = []
     for spec, held in zip(structure.tensors, snapshot.locals, strict=True):
         layout = structure.layouts[spec.layout]
         if spec.rule != "same" or not any(cut.kind == "R" for cut in layout.cuts):
             continue
-        group = names.get(spec.layout)
+        mesh = structure.meshes[layout.mesh]
+        if layout.mesh == 0 and all(cut.kind == "R" for cut in layout.cuts):
+            # A plain tensor looks as if every rank had it; a stage of a pipeline shares it with fewer, or with nobody.
+            mesh = holders[spec.key]
+        if mesh.size == 1 or mesh.coordinate(rank) is None:
+            continue
+        group = names.get((mesh, spec.layout))
         if group is None:
-            group = names[spec.layout] = _group(snapshot, layout, rank)
+            group = names[mesh, spec.layout] = _group(mesh, layout, rank)
         found.append((spec.key, group, _content(held[0])))
     return found
 
 
-def _group(snapshot: Snapshot, layout: Layout, rank: int) -> str:
+def _group(mesh: Mesh, layout: Layout, rank: int) -> str:
     """A name for the ranks that hold the same part as this one: the mesh and this rank's place on its sharded axes."""
-    mesh = snapshot.structure.meshes[layout.mesh]
     where = mesh.coordinate(rank) or ()
     place = [
         "*" if any(c.axis == axis and c.kind == "R" for c in layout.cuts) else str(i) for axis, i in enumerate(where)

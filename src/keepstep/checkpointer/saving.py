@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import gc
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,7 @@ from keepstep.storage.base import Storage
 from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
-__all__ = ["Saved", "save", "save_step"]
+__all__ = ["Saved", "no_collection", "save", "save_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def save_step(
 ) -> tuple[Saved, KnownPlan]:
     """One save on all ranks; see ``save`` for what it raises. Also returns the plan, to be ``known`` at the next save."""
     timeline = Timeline()
-    with ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
+    with no_collection(), ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
         storage = storage_of(path)
         with timeline.span("capture"):
             if attempt.step < 0:
@@ -105,7 +106,7 @@ def save_step(
             snapshot = capture(state, rank=ranks.rank, world=ranks.world)
         with timeline.span("plan"):
             agreed = agree(phase, ranks, storage, snapshot, attempt)
-    with ranks.phase(f"write step {attempt.step}", attempt.deadline_s) as phase:
+    with no_collection(), ranks.phase(f"write step {attempt.step}", attempt.deadline_s) as phase:
         receipt = _write(storage, snapshot, agreed, ranks=ranks, arena=arena, timeline=timeline)
         with timeline.span("commit"):
             posted = phase.gather(msgspec.json.encode(receipt))
@@ -117,10 +118,22 @@ def save_step(
             answer = phase.broadcast(answer)
     if not answer.startswith(b"{"):
         with ranks.phase(f"compare step {attempt.step}", attempt.deadline_s) as phase:
-            replica_details(phase, snapshot, answer.decode())
+            replica_details(phase, snapshot, agreed.plan.stored, answer.decode())
     saved = msgspec.json.decode(answer, type=Saved)
     written = sum(record.size_bytes for record in receipt.files.values())
     return dataclasses.replace(saved, bytes_written=written, seconds=timeline.seconds), agreed.plan
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Pauses Python's cyclic garbage collector: small records by the ten thousand would set it off again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _write(
@@ -140,7 +153,7 @@ def _write(
         with timeline.span("copy"):
             for chunk in fill(files, snapshot.locals, extras, arena):
                 writer.submit(chunk)
-        digests = replica_digests(snapshot, ranks.rank) if ranks.world > 1 else {}
+        digests = replica_digests(snapshot, agreed.plan.stored, ranks.rank) if ranks.world > 1 else {}
         with timeline.span("write"):
             receipt = writer.finish()
     return msgspec.structs.replace(receipt, replica_digests=digests)
@@ -151,7 +164,8 @@ def _commit(
 ) -> bytes:
     """The coordinator's part: from receipts to a step that exists."""
     stored = agreed.plan.stored
-    elsewhere = {spec.key.split("/", 1)[0]: Component("", "", 0, 0, spec.folder) for spec in stored.tensors}
+    named = {spec.key.partition("/")[0]: spec.folder for spec in stored.tensors}
+    elsewhere = {name: Component("", "", 0, 0, folder) for name, folder in named.items()}
     manifest = Manifest(
         format=(FORMAT_MAJOR, FORMAT_MINOR),
         step=attempt.step,

@@ -80,10 +80,13 @@ class _Notes(msgspec.Struct, omit_defaults=True):
     pieces: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
 
 
-class _Stored(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+class _Stored(msgspec.Struct, gc=False, omit_defaults=True):
+    """An entry as safetensors writes it; ``keepstep`` is set in ``__metadata__`` alone."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
+    keepstep: str = ""
 
 
 digest = xxhash.xxh3_64_intdigest
@@ -133,10 +136,8 @@ def parse_header(raw: bytes | memoryview, file_bytes: int, name: str) -> ShardHe
     length = header_bytes(raw, file_bytes, name)
     text = bytes(raw[8:length])
     try:
-        table = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        meta = msgspec.json.decode(table.pop("__metadata__"), type=dict[str, str])
-        notes = msgspec.json.decode(meta["keepstep"], type=_Notes)
-        stored = {key: msgspec.json.decode(item, type=_Stored) for key, item in table.items()}
+        stored = msgspec.json.decode(text, type=dict[str, _Stored])
+        notes = msgspec.json.decode(stored.pop("__metadata__").keepstep, type=_Notes)
         digests = np.frombuffer(base64.b64decode(notes.digests, validate=True), "<u8")
     except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as err:
         raise CorruptError(f"{name}: the header is not a keepstep header: {err}") from err

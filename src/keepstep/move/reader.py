@@ -254,7 +254,7 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
         elif target.device.type == "cpu":
             ctypes.memmove(target.data_ptr() + read.at, address + skip, read.stop - read.start)
         else:
-            flat = target.reshape(-1).view(torch.uint8)
+            flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
             flat[read.at : read.at + read.stop - read.start].copy_(buffer[skip : skip + read.stop - read.start])
 
 

@@ -43,7 +43,8 @@ def fill(
         for file, plan in enumerate(plans):
             offset = filled = 0
             for piece in plan.slots:
-                for run in _runs(_source(piece, tensors, extras)):
+                view = _source(piece, tensors, extras)
+                for run in (view,) if view.is_contiguous() else _runs(view):
                     size, done = run.numel() * run.element_size(), 0
                     source = run.data_ptr() if run.device.type == "cpu" else 0
                     while done < size:
@@ -92,10 +93,7 @@ def _source(
 
 
 def _runs(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The view itself when its bytes are in order; otherwise groups of rows, made contiguous one at a time."""
-    if view.is_contiguous():
-        yield view
-        return
+    """The bytes of a view that is not contiguous: groups of rows, made contiguous one at a time."""
     if view.numel() * view.element_size() <= GROUP_BYTES:
         yield view.contiguous()
         return
@@ -127,7 +125,8 @@ class _DeviceLanes:
     def copy(self, at: int, run: torch.Tensor, done: int, step: int) -> None:
         """Starts the copy of ``step`` bytes from byte ``done`` of ``run`` to byte ``at`` of the arena."""
         target = self._arena_tensor(run)[at : at + step]
-        source = run.reshape(-1).view(torch.uint8)[done : done + step]
+        # A dimension of size 1 may have any stride, which a view as bytes would not take.
+        source = run.as_strided((run.numel(),), (1,)).view(torch.uint8)[done : done + step]
         if run.device.type != "cuda":
             target.copy_(source)
             return

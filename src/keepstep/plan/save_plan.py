@@ -19,7 +19,7 @@ import numpy.typing as npt
 from keepstep.errors import MismatchError
 from keepstep.format.box import Box, check_partition
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.layout import Cut, Layout, Mesh, Structure, TensorSpec, parts, rank_elements
+from keepstep.format.layout import Cut, Layout, Mesh, Part, Structure, TensorSpec, parts, rank_elements
 from keepstep.format.manifest import STATE_FOLDER
 from keepstep.format.shardfile import Entry
 
@@ -115,6 +115,7 @@ def assign_writers(live: Structure, world: int) -> Structure:
     whole_to_one: list[tuple[int, int]] = []
     resolved: dict[tuple[int, int, str], tuple[int, bool]] = {}
     per_layout: dict[int, npt.NDArray[np.int64]] = {}
+    weights: dict[int, int] = {}
     for index, spec in enumerate(live.tensors):
         layout = live.layouts[spec.layout]
         item = ITEM_BYTES[spec.dtype]
@@ -127,9 +128,11 @@ def assign_writers(live: Structure, world: int) -> Structure:
             settled = resolved[spec.layout, item, spec.rule] = table.setdefault(chosen, len(table)), tiny
             per_layout[settled[0]] = rank_elements(chosen, meshes, world)
         known, tiny = settled
-        load += per_layout[known] * item
+        weights[known] = weights.get(known, 0) + item
         folder = STATE_FOLDER if tiny else spec.folder
         stored[index] = TensorSpec(spec.key, spec.dtype, known, folder, spec.rule)
+    for layout_index, weight in weights.items():
+        load += per_layout[layout_index] * weight
     for _, index in sorted(whole_to_one, key=lambda item: (-item[0], item[1])):
         spec = live.tensors[index]
         layout = live.layouts[spec.layout]
@@ -155,33 +158,28 @@ def rank_files(
     """
     meshes = list(stored.meshes)
     held = [parts(layout, meshes, rank) for layout in stored.layouts]
-    pending: dict[str, list[tuple[int, str, Slot]]] = {}
+    pending: dict[str, list[tuple[int, str, str, tuple[int, ...], int, int, Part]]] = {}
     for index, spec in enumerate(stored.tensors):
-        if not held[spec.layout]:
-            continue
-        shape = stored.layouts[spec.layout].shape
-        live = index if live_index is None else live_index[spec.key]
-        items = pending.setdefault(spec.folder, [])
-        item = ITEM_BYTES[spec.dtype]
-        for piece, part in enumerate(held[spec.layout]):
-            name = spec.key if part.box.sizes == shape else f"{spec.key}{part.box}"
-            entry = Entry(name, spec.key, spec.dtype, shape, part.box, 0, math.prod(part.box.sizes) * item)
-            items.append((-item, spec.dtype, Slot(entry, live, part.local, piece)))
+        if held[spec.layout]:
+            live = index if live_index is None else live_index[spec.key]
+            shape = stored.layouts[spec.layout].shape
+            items = pending.setdefault(spec.folder, [])
+            for piece, part in enumerate(held[spec.layout]):
+                items.append((-ITEM_BYTES[spec.dtype], spec.dtype, spec.key, shape, live, piece, part))
     for extra in extras:
-        box = Box((0,) * len(extra.shape), extra.shape)
-        size = math.prod(extra.shape) * ITEM_BYTES[extra.dtype]
-        entry = Entry(extra.name, extra.name, extra.dtype, extra.shape, box, 0, size)
-        pending.setdefault(STATE_FOLDER, []).append((-ITEM_BYTES[extra.dtype], extra.dtype, Slot(entry, -1, ())))
+        part = Part(Box((0,) * len(extra.shape), extra.shape), ())
+        row = (-ITEM_BYTES[extra.dtype], extra.dtype, extra.name, extra.shape, -1, 0, part)
+        pending.setdefault(STATE_FOLDER, []).append(row)
     files = []
     for folder in sorted(pending, key=lambda folder: folder == STATE_FOLDER):
-        slots, position = [], 0
+        slots, start = [], 0
         # Largest element first, so that every tensor is aligned to its own element size without holes.
-        for _, _, slot in sorted(pending[folder], key=lambda item: item[:2]):
-            old, start = slot.entry, position
-            position += old.stop
-            entry = Entry(old.name, old.key, old.dtype, old.shape, old.box, start, position)
-            slots.append(Slot(entry, slot.tensor, slot.local, slot.piece))
-        files.append(FilePlan(folder, tuple(slots), position))
+        for item, dtype, key, shape, live, piece, part in sorted(pending[folder], key=lambda row: row[:2]):
+            stop = start - math.prod(part.box.sizes) * item
+            name = key if part.box.sizes == shape else f"{key}{part.box}"
+            slots.append(Slot(Entry(name, key, dtype, shape, part.box, start, stop), live, part.local, piece))
+            start = stop
+        files.append(FilePlan(folder, tuple(slots), start))
     return tuple(files)
 
 

@@ -146,6 +146,8 @@ class Collector:
 
     def _container(self, value: Any, path: str) -> Any:
         kind = type(value)
+        if kind is dict:
+            return {key: self.visit(item, join(path, key)) for key, item in value.items()}
         if kind in _MAPPINGS:
             items = ((key, self.visit(item, join(path, key))) for key, item in value.items())
             return defaultdict(value.default_factory, dict(items)) if kind is defaultdict else cast(Any, kind)(items)
@@ -198,24 +200,27 @@ class Collector:
         except UsageError as err:
             self.refused.append(f"{path}: {err}")
             return None
+        held = shard.locals
+        if any(local.is_conj() or local.is_neg() for local in held):
+            held = tuple(local.resolve_conj().resolve_neg() for local in held)
         form = form or shard.form
-        device = "cpu" if not shard.locals else shard.locals[0].device.type
+        device = "cpu" if not held else held[0].device.type
         ref = TensorRef(path, shard.dtype, shard.shape, device, form, self._inside_rank)
         if self._inside_rank:
             if shard.form != "tensor":
                 self.refused.append(f"{path}: a {shard.form} inside per_rank; a shard belongs to all ranks together")
-            self.own.extend((path, shard.dtype, local) for local in shard.locals)
+            self.own.extend((path, shard.dtype, local) for local in held)
             return ref
-        local = shard.locals[0] if len(shard.locals) == 1 else None
+        local = held[0] if len(held) == 1 else None
         if local is not None and local.numel():
-            identity = (local.data_ptr(), shard.dtype, shard.shape, local.stride(), shard.layout, local.device)
+            identity = (local.data_ptr(), shard.dtype, local.stride(), shard.layout)
             first = self._seen.setdefault(identity, path)
             if first != path:
                 self.aliases[path] = first
                 return ref
         rule = "first" if path in self._first_wins else "same"
         self.specs.append(TensorSpec(path, shard.dtype, shard.layout, self.folder, rule))
-        self.locals.append(shard.locals)
+        self.locals.append(held)
         self.tensor_bytes += math.prod(shard.shape) * ITEM_BYTES[shard.dtype]
         return ref
 

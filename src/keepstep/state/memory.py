@@ -39,5 +39,5 @@ def pointer(tensor: torch.Tensor) -> int:
             local = local.to_local()
     try:
         return int(local.data_ptr())
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return -1

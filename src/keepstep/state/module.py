@@ -70,6 +70,11 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return found
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether this entry of a state_dict is what the module's get_extra_state returned: a value of any kind."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def buffer_names(module: nn.Module) -> set[str]:
     """Clean names of the module's buffers."""
     inner = unwrap(module)
@@ -92,8 +97,6 @@ def restore_module(module: nn.Module, values: dict[str, Any], filled: set[str]) 
         return
     names = clean_names(module, list(module.state_dict()))
     raw = {name: values[clean] for name, clean in names.items() if clean in values}
-    # Extra state may exist only in the checkpoint: it goes back under its own name.
-    raw.update({clean: values[clean] for clean in values if clean not in names.values()})
     with torch.no_grad():
         module.load_state_dict(raw, strict=True)
 

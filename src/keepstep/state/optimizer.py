@@ -130,7 +130,8 @@ def apply_groups(view: OptimizerView, fields: list[dict[str, Any]]) -> None:
 def load_packed(view: OptimizerView, tree: dict[str, Any], fields: list[dict[str, Any]]) -> None:
     """Restores an optimizer that has its own way of loading: one call of load_state_dict with complete data."""
     optimizer = view.optimizer
-    groups = list(optimizer.param_groups)
+    holder = optimizer.param_groups
+    groups = list(holder)
     order = {name: i for i, name in enumerate(view.parameters)}
     packed_groups = []
     for names, saved in zip(view.group_names, fields, strict=True):
@@ -138,12 +139,13 @@ def load_packed(view: OptimizerView, tree: dict[str, Any], fields: list[dict[str
     state = {order.get(key, key): value for key, value in tree["state"].items()}
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
     optimizer.load_state_dict({"state": state, "param_groups": packed_groups, **rest})
-    # load_state_dict makes new dictionaries; schedulers hold the old ones.
+    # load_state_dict makes a new list of new dictionaries; schedulers hold the old ones.
     for old, new in zip(groups, optimizer.param_groups, strict=True):
         if old is not new:
             old.clear()
             old.update(new)
-    optimizer.param_groups[:] = groups
+    holder[:] = groups
+    optimizer.param_groups = holder
 
 
 def _same_kind(live: torch.Tensor, value: Any) -> bool:

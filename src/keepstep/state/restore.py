@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
-from keepstep.format.layout import Want, parts
+from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.state.capture import names_of, wrapped
 from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import fits, pointer, state_like
-from keepstep.state.module import module_state, restore_module, unwrap
+from keepstep.state.module import is_extra_state, module_state, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
 from keepstep.state.values import ABSENT, child, has_tensors, materialise
@@ -74,6 +74,7 @@ class Binder:
     _values: dict[str, Any] = field(default_factory=dict)
     _finish: list[Finish] = field(default_factory=list)
     _claimed: dict[Any, str] = field(default_factory=dict)
+    _held: dict[int, list[Part]] = field(default_factory=dict)
     _report: ComponentReport = field(default_factory=ComponentReport)
     _casts: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -115,35 +116,36 @@ class Binder:
         return self._plain(node, path, target)
 
     def _bind_dict(self, target: dict[Any, Any], node: dict[Any, Any], path: str) -> Any:
-        for key in target.keys() - node.keys():
-            self._lose(target[key], join(path, key))
+        kept = {key: item for key, item in target.items() if key not in node and self._lose(item, join(path, key))}
         made = {key: self._bind(target.get(key, ABSENT), item, join(path, key)) for key, item in node.items()}
 
         def finish() -> None:
-            for key in [key for key in target if key not in made]:
-                del target[key]
-            for key, value in made.items():
-                target[key] = materialise(value, self._values)
+            values = {key: materialise(value, self._values) for key, value in made.items()}
+            target.clear()
+            target.update(values)
+            target.update(kept)
 
         self._finish.append(finish)
         return target
 
     def _bind_list(self, target: list[Any], node: list[Any], path: str) -> Any:
-        for index in range(len(node), len(target)):
-            self._lose(target[index], join(path, index))
+        kept = [
+            item for index, item in enumerate(target[len(node) :], len(node)) if self._lose(item, join(path, index))
+        ]
         made = [
             self._bind(target[index] if index < len(target) else ABSENT, item, join(path, index))
             for index, item in enumerate(node)
         ]
 
         def finish() -> None:
-            target[:] = [materialise(value, self._values) for value in made]
+            target[:] = [*(materialise(value, self._values) for value in made), *kept]
 
         self._finish.append(finish)
         return target
 
-    def _lose(self, target: Any, path: str) -> None:
-        """Notes tensors and objects of the target that the checkpoint has nothing for."""
+    def _lose(self, target: Any, path: str) -> bool:
+        """Notes tensors and objects of the target that the checkpoint has nothing for; whether there are any."""
+        before = len(self._report.missing)
         if isinstance(target, torch.Tensor | Sharded | nn.Module | torch.optim.Optimizer):
             self._miss(path, f"{type(target).__name__} in the target, nothing of that name in the checkpoint")
         elif type(target) in (dict, OrderedDict, defaultdict):
@@ -152,6 +154,7 @@ class Binder:
         elif type(target) in (list, tuple, deque):
             for index, item in enumerate(target):
                 self._lose(item, join(path, index))
+        return len(self._report.missing) > before
 
     def _miss(self, path: str, text: str) -> None:
         self._report.missing.append(path)
@@ -220,7 +223,7 @@ class Binder:
             self._casts[path] = (target, temporary)
             self._report.cast.append(path)
             shard = self.table.describe(temporary)
-        if any(not writable(local) for local in shard.locals):
+        if not all(map(writable, shard.locals)):
             self.mismatches.append(f"{path}: the target's elements share memory (an expanded or conjugated view)")
             return False
         if fresh:
@@ -231,13 +234,15 @@ class Binder:
         key = self.origin.aliases.get(ref.key, ref.key)
         if len(shard.locals) == 1 and shard.locals[0].numel():
             local = shard.locals[0]
-            memory = (local.data_ptr(), local.stride(), shard.shape, shard.layout, local.device)
+            memory = (local.data_ptr(), local.stride(), shard.layout, shard.dtype)
             first = self._claimed.setdefault(memory, key)
             if first != key:
                 self.mismatches.append(f"{path}: tied to {first} in the target, but saved as two separate tensors")
                 return False
         layout = self.table.layouts[shard.layout]
-        held = parts(layout, self.table.meshes, self.table.rank)
+        held = self._held.get(shard.layout)
+        if held is None:
+            held = self._held[shard.layout] = parts(layout, self.table.meshes, self.table.rank)
         for index, part in enumerate(held):
             view = shard.locals[index] if layout.boxes is not None else shard.locals[0]
             if layout.boxes is None and view.shape != part.box.sizes:
@@ -311,15 +316,14 @@ class Binder:
         values: dict[str, Any] = {}
         filled: set[str] = set()
         for name in live:
-            if name not in tree and isinstance(live[name], torch.Tensor):
+            if name not in tree and (isinstance(live[name], torch.Tensor) or is_extra_state(name)):
                 self._miss(join(path, name), "in the target module, not in the checkpoint")
         for name, node in tree.items():
             below = join(path, name)
             value = live.get(name, ABSENT)
-            extra = name.rpartition(".")[2] == "_extra_state"
-            if value is ABSENT and not extra:
+            if value is ABSENT:
                 self._surplus(below, "in the checkpoint, not in the target module")
-            elif isinstance(value, torch.Tensor) and not extra:
+            elif isinstance(value, torch.Tensor) and not is_extra_state(name):
                 values[name] = self._bind(value, node, below)
                 if pointer(value) in memory or not value.numel():
                     filled.add(name)

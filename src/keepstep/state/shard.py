@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 from keepstep.errors import UsageError
 from keepstep.format.box import Box
@@ -24,8 +26,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True):
     """One tensor on this rank. ``locals`` holds one tensor, or one a box where the layout lists boxes."""
 
     locals: tuple[torch.Tensor, ...]
@@ -66,6 +67,7 @@ class LayoutTable:
     meshes: list[Mesh]
     layouts: list[Layout] = field(default_factory=list)
     _known: dict[Any, int] = field(default_factory=dict)
+    _plain: dict[Any, tuple[str, tuple[int, ...], int]] = field(default_factory=dict)
     _mesh_of: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
     def describe(self, tensor: Any) -> Shard:
@@ -79,18 +81,24 @@ class LayoutTable:
             dtype = check_storable(tensor.local)
             box = (tensor.offsets, tuple(tensor.local.shape))
             return self._listed([tensor.local.detach()], tensor.global_shape, [box], dtype)
-        if type(tensor).__name__ == "DTensor":
-            return self._dtensor(tensor)
-        offsets = getattr(tensor, "global_offsets", None)
-        if offsets is not None and hasattr(tensor, "local_sizes"):
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            if type(tensor).__name__ == "DTensor":
+                return self._dtensor(tensor)
+            if hasattr(tensor, "global_offsets") and hasattr(tensor, "local_sizes"):
+                return self._checkpointable(tensor)
+            if is_lazy(tensor):
+                raise UsageError("a parameter of a lazy module that has no shape yet; run the module once first")
+        elif tensor.__dict__ and hasattr(tensor, "global_offsets") and hasattr(tensor, "local_sizes"):
             return self._checkpointable(tensor)
         local = tensor.detach()
-        dtype = check_storable(local)
-        if local.is_conj() or local.is_neg():
-            local = local.resolve_conj().resolve_neg()
-        shape = tuple(local.shape)
-        cuts = _REPLICATED if self.world > 1 else ()
-        return Shard((local,), self._layout(shape, 0, cuts), dtype, shape, "tensor")
+        # Most tensors look like one before them: what was found out about that one holds for them too.
+        look = None if local.is_nested else (local.dtype, local.shape, local.device, local.layout, type(local))
+        known = self._plain.get(look)
+        if known is None:
+            dtype, shape = check_storable(local), tuple(local.shape)
+            layout = self._layout(shape, 0, _REPLICATED if self.world > 1 else ())
+            known = self._plain[look] = dtype, shape, layout
+        return Shard((local,), known[2], known[0], known[1], "tensor")
 
     def _layout(self, shape: tuple[int, ...], mesh: int, cuts: tuple[Cut, ...]) -> int:
         known = self._known.get((shape, mesh, cuts))
@@ -189,7 +197,7 @@ def check_storable(local: torch.Tensor) -> str:
 def writable(local: torch.Tensor) -> bool:
     """Whether bytes can be put into this memory: no element stands for several, none is read through a conjugation."""
     repeated = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
-    return not repeated and not local.is_conj() and not local.is_neg()
+    return not (repeated and local.numel()) and not local.is_conj() and not local.is_neg()
 
 
 def _has_bytes(local: torch.Tensor) -> bool:
