@@ -11,7 +11,9 @@ FUNCTION_LINES = 60
 PARAMETERS = 6
 
 # What may be larger, and why. "path" for a module's lines, "path::name" for a function's lines or parameters.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "src/keepstep/checkpointer/loading.py::load": "the public call: each of its options answers a question of its own",
+}
 
 
 def test_modules_are_short():

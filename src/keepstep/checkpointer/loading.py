@@ -33,7 +33,8 @@ from keepstep.format.objects import decode
 from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
-from keepstep.state.restore import Binder, ComponentReport, Origin
+from keepstep.state.report import ComponentReport, Origin
+from keepstep.state.restore import Binder
 from keepstep.state.shard import LayoutTable
 from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import Place, storage_of

@@ -282,7 +282,7 @@ class Checkpointer:
         """The coordinator's decision, told to all: the newest step that is not known to be damaged."""
         catalog = read_catalog(self._root)
         if step is not None and step not in {found.step for found in catalog.steps}:
-            raise StepNotFoundError(f"{self._root.url} has no committed step {step}; {_inventory(catalog)}")
+            raise StepNotFoundError(f"{self._root.url} has no committed step {step}; {catalog.inventory()}")
         bad = {text.partition(":")[0] for text in skipped}
         for found in catalog.steps:
             name = step_name(found.step)
@@ -299,7 +299,7 @@ class Checkpointer:
                 self._warn(skipped[-1])
         if (catalog.steps or catalog.unfinished) and not allow_fresh:
             raise StepNotFoundError(
-                f"{self._root.url} holds no step that can be restored: {_inventory(catalog)}"
+                f"{self._root.url} holds no step that can be restored: {catalog.inventory()}"
                 + "".join(f"\n  - {text}" for text in skipped)
                 + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
             )
@@ -388,13 +388,6 @@ def run_of(root: Storage) -> str | None:
     except msgspec.MsgspecError as err:
         raise CorruptError(f"{root.url}/{RUN_NAME} is not valid: {err}") from err
     return str(fields.get("run", ""))
-
-
-def _inventory(catalog: Catalog) -> str:
-    """What is there, in one line."""
-    steps = ", ".join(str(found.step) for found in catalog.steps[:10]) or "none"
-    unfinished = ", ".join(catalog.unfinished[:10])
-    return f"committed steps: {steps}" + (f"; never committed: {unfinished}" if unfinished else "")
 
 
 def _step_of(raw: bytes) -> int:

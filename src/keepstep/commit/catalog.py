@@ -53,6 +53,12 @@ class Catalog:
     steps: tuple[Found, ...]
     unfinished: tuple[str, ...]
 
+    def inventory(self) -> str:
+        """What is there, in one line."""
+        steps = ", ".join(str(found.step) for found in self.steps[:10]) or "none"
+        unfinished = ", ".join(self.unfinished[:10])
+        return f"committed steps: {steps}" + (f"; never committed: {unfinished}" if unfinished else "")
+
 
 def step_storage(root: Storage, step: int) -> Storage:
     """The storage of one step below a root."""

@@ -63,8 +63,9 @@ def find_pieces(stored: Structure, wants: list[Want], rank: int) -> list[Piece]:
     found: list[Piece] = []
     for index, want in enumerate(wants):
         spec = specs[want.key]
+        wanted = math.prod(want.box.sizes)
         here = _overlaps(spec.folder, [(rank, part) for part in own[spec.layout]], want, index)
-        if sum(piece.overlap.elements for piece in here) != want.box.elements:
+        if sum(math.prod(piece.overlap.sizes) for piece in here) != wanted:
             holders = everywhere.get(spec.layout)
             if holders is None:
                 layout = stored.layouts[spec.layout]
@@ -76,11 +77,10 @@ def find_pieces(stored: Structure, wants: list[Want], rank: int) -> list[Piece]:
                 holders = [(owner, part) for owner in ranks for part in parts(layout, meshes, owner)]
                 everywhere[spec.layout] = holders
             here = _overlaps(spec.folder, holders, want, index)
-            covered = sum(piece.overlap.elements for piece in here)
-            if covered != want.box.elements:
+            covered = sum(math.prod(piece.overlap.sizes) for piece in here)
+            if covered != wanted:
                 raise CorruptError(
-                    f"{want.key!r}: {covered:,} of {want.box.elements:,} elements of {want.box} are stored,"
-                    " the rest is missing"
+                    f"{want.key!r}: {covered:,} of {wanted:,} elements of {want.box} are stored, the rest is missing"
                 )
         found.extend(here)
     return found
@@ -91,7 +91,7 @@ def _overlaps(folder: str, holders: list[tuple[int, Part]], want: Want, index: i
     for rank, part in holders:
         if part.box == want.box:
             return [Piece(folder, rank, want.key, part.box, want.box, index)]
-        overlap = part.box.intersect(want.box) if want.box.elements else None
+        overlap = part.box.intersect(want.box) if 0 not in want.box.sizes else None
         if overlap is not None:
             found.append(Piece(folder, rank, want.key, part.box, overlap, index))
     return found

@@ -23,34 +23,13 @@ from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import fits, pointer, state_like
 from keepstep.state.module import is_extra_state, module_state, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups
+from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
 from keepstep.state.values import ABSENT, child, has_tensors, materialise
 
 __all__ = ["Binder", "ComponentReport", "Origin", "materialise"]
 
 Finish = Callable[[], None]
-
-
-@dataclass(slots=True)
-class ComponentReport:
-    """What became of one component: counts of tensors and values, and the keys that were left out or made anew."""
-
-    restored: int = 0
-    cast: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    reset: list[str] = field(default_factory=list)
-    rederived: list[str] = field(default_factory=list)
-    skipped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a checkpoint comes from, as far as binding needs to know: its world, ties, and this rank's own values."""
-
-    world: int
-    aliases: Mapping[str, str]
-    own: Mapping[str, Any]
 
 
 @dataclass(slots=True)

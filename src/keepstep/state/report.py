@@ -1,0 +1,31 @@
+"""What a load knows of its origin before it binds, and what it says of each component after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ComponentReport", "Origin"]
+
+
+@dataclass(slots=True)
+class ComponentReport:
+    """What became of one component: counts of tensors and values, and the keys that were left out or made anew."""
+
+    restored: int = 0
+    cast: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reset: list[str] = field(default_factory=list)
+    rederived: list[str] = field(default_factory=list)
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a checkpoint comes from, as far as binding needs to know: its world, ties, and this rank's own values."""
+
+    world: int
+    aliases: Mapping[str, str]
+    own: Mapping[str, Any]
