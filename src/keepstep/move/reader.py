@@ -112,7 +112,8 @@ def read_pieces(
             reads: list[Read] = []
             for piece in here:
                 entry = file.by_piece.get((piece.key, piece.stored.offsets))
-                if entry is None or entry.box != piece.stored:
+                dtype = str(targets[piece.want].dtype)
+                if entry is None or entry.box != piece.stored or dtype != f"torch.{entry.dtype}":
                     where = f"{piece.key!r}{piece.stored}"
                     raise CorruptError(f"{file.name} does not hold {where}, which the manifest expects there")
                 reads.extend(plan_reads(piece, entry, wants[piece.want]))
@@ -148,10 +149,11 @@ def read_named(
         reads: list[Read] = []
         for name, target in targets.items():
             entry = entries.get(name)
-            if entry is None or (target is not None and entry.box.sizes != tuple(target.shape)):
-                if target is None:
-                    continue
-                raise CorruptError(f"{file.name} has no entry {name!r} of shape {list(target.shape)}")
+            if entry is None and target is None:
+                continue
+            found = entry and (entry.box.sizes, f"torch.{entry.dtype}")
+            if entry is None or (target is not None and found != (tuple(target.shape), str(target.dtype))):
+                raise CorruptError(f"{file.name} has no entry {name!r} of the type and shape that the values tell")
             if target is None:
                 target = targets[name] = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
             want = Want(name, entry.box, target.is_contiguous())
@@ -249,11 +251,14 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
     for read in task.reads:
         target = targets[read.want]
         skip = read.start - task.start
-        if read.box is not None:
-            _copy_box(buffer[skip:], read, wants[read.want], target)
-        elif target.device.type == "cpu":
+        if target.device.type == "cpu" and read.box is None:
             ctypes.memmove(target.data_ptr() + read.at, address + skip, read.stop - read.start)
-        else:
+            continue
+        # In a worker thread the current device is the first one: without this it would get a context it does not need.
+        with torch.cuda.device_of(target):
+            if read.box is not None:
+                _copy_box(buffer[skip:], read, wants[read.want], target)
+                continue
             flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
             flat[read.at : read.at + read.stop - read.start].copy_(buffer[skip : skip + read.stop - read.start])
 

@@ -109,13 +109,13 @@ def _runs(view: torch.Tensor) -> Iterator[torch.Tensor]:
 class _DeviceLanes:
     """Copies from devices on streams of our own, ordered after the work that made the tensors.
 
-    A chunk with device copies in it is handed on when they are done; a few are kept in flight so that the link is busy.
+    A chunk with device copies in it is handed on when they are done; while the writer has some, others are in flight.
     """
-
-    IN_FLIGHT = 4
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        # At most half the arena waits here: the rest must be with the writer, or nobody could go on.
+        self._in_flight = arena.chunks // 2 - 1
         self._host: torch.Tensor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._touched: set[torch.device] = set()
@@ -133,8 +133,8 @@ class _DeviceLanes:
         stream = self._streams.get(run.device)
         if stream is None:
             stream = self._streams[run.device] = torch.cuda.Stream(run.device)
-            # The tensors' last change may still be queued on the compute stream.
-            stream.wait_stream(torch.cuda.current_stream(run.device))
+        # The tensor's last change, or the copy that made it contiguous, may still be queued on the compute stream.
+        stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         # A temporary made by contiguous() belongs to the compute stream; it must not be reused before this copy.
@@ -151,7 +151,7 @@ class _DeviceLanes:
                 events.append(event)
         self._touched.clear()
         self._waiting.append((chunk, events))
-        while self._waiting and (not self._waiting[0][1] or len(self._waiting) > self.IN_FLIGHT):
+        while self._waiting and (not self._waiting[0][1] or len(self._waiting) > self._in_flight):
             yield self._take()
 
     def drain(self) -> Iterator[Chunk]:
