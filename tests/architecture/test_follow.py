@@ -8,7 +8,6 @@ import types
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import keepstep as ks
@@ -18,18 +17,19 @@ from tests.architecture.test_reading_path import follow
 NAMED = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 
 
-@pytest.mark.parametrize(("verb", "title"), [("save", "Saved"), ("load", "Loaded")])
-def test_every_function_that_the_page_names_takes_part(verb, title, tmp_path):
-    section = (ROOT / "docs/follow-one-tensor.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+def test_every_function_that_the_page_names_takes_part(tmp_path):
+    page = (ROOT / "docs/follow-one-tensor.md").read_text()
     whole, empty = {"w": torch.arange(12.0).reshape(3, 4)}, {"w": torch.zeros(3, 4)}
-    saved = follow(lambda: ks.save(tmp_path / "step", whole))
-    loaded = follow(lambda: ks.load(tmp_path / "step", into=empty))
+    trails = {
+        "Saved": follow(lambda: ks.save(tmp_path / "step", whole)),
+        "Loaded": follow(lambda: ks.load(tmp_path / "step", into=empty)),
+    }
     assert torch.equal(empty["w"], whole["w"])
-    trail = saved if verb == "save" else loaded
-    ran = {(str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname) for code in trail.functions}
-    named = set(NAMED.findall(section))
-    assert len(named) > 12
-    assert not named - ran
+    for title, trail in trails.items():
+        ran = {(str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname) for code in trail.functions}
+        named = set(NAMED.findall(page.split(f"## {title}\n")[1].split("\n## ")[0]))
+        assert len(named) > 12
+        assert not named - ran, title
 
 
 def reader(tmp_path: Path) -> types.SimpleNamespace:
@@ -87,3 +87,11 @@ def test_the_reader_of_the_format_page_puts_pieces_together(rank_pool, tmp_path)
     tensors = check(tmp_path / "step", tmp_path)
     assert np.array_equal(tensors["model/columns"], np.arange(35.0).reshape(7, 5))
     assert np.array_equal(tensors["model/split"], np.arange(2.0**18))
+
+
+def test_the_failure_model_refers_to_cases_that_are_listed():
+    table = (ROOT / "docs/failure-model.md").read_text().split("| fault |")[1].split("\n\n")[0]
+    named = {int(number) for row in table.splitlines() for number in re.findall(r"\d+", row.rpartition(" | ")[2])}
+    listed = {int(number) for number in re.findall(r"^(\d+) ", (ROOT / "tests/cases.txt").read_text(), re.M)}
+    assert len(named) > 15
+    assert named <= listed

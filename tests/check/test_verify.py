@@ -235,7 +235,8 @@ FAULTS = {
         lambda step: rewrite(step, "model", renamed), "entries", "model/", ["'model/bias' is missing", "'other' is there"],
     ),
     "a tensor the manifest lacks": (
-        lambda step: edit(step, tensors=manifest_of(step).tensors[1:]), "entries", "model/", ["'model/weight' is there"],
+        lambda step: edit(step, tensors=tuple(t for t in manifest_of(step).tensors if t.key != "model/bias")),
+        "entries", "model/", ["'model/bias' is there"],
     ),
     "unknown tag": (lambda step: rewrite(step, "state", untagged), "values", "state/", ["unknown tag 'pickle'"]),
     "dangling reference": (

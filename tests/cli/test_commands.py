@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.cli.main import app
+from keepstep.cli.showing import print_step, read_step
 from keepstep.cli.verifying import verify_step
 from keepstep.storage.local import LocalStorage
 from tests.architecture.source import ROOT
@@ -134,20 +136,15 @@ def test_a_metric_that_is_not_a_number_does_not_harm_the_step(tmp_path):
     state = ks.TrainState(weight=torch.ones(2))
     with ks.Checkpointer(tmp_path, state, keep=ks.Keep(last=1, best=1)) as checkpointer:
         checkpointer.restore()
-        for loss in (1.0, float("nan"), float("inf"), 2.0):
+        for loss in (1.0, float("inf"), 2.0, float("nan")):
             checkpointer.step(loss=loss)
             checkpointer.save()
     with ks.Checkpointer(tmp_path, state) as checkpointer:
         assert checkpointer.restore().step == 4
     steps = json.loads(call("ls", tmp_path, "--json").stdout)["steps"]
-    assert [(line["step"], line["metrics"]) for line in steps] == [(4, {"loss": 2.0}), (1, {"loss": 1.0})]
-    state.progress.step = 4
-    with ks.Checkpointer(tmp_path, state) as checkpointer:
-        checkpointer.restore()
-        checkpointer.step(loss=float("nan"))
-        checkpointer.save()
+    assert [(line["step"], line["metrics"]) for line in steps] == [(4, {"loss": None}), (1, {"loss": 1.0})]
     assert "loss=nan" in call("ls", tmp_path).stdout
-    assert "loss=nan" in call("show", tmp_path / "step-00000005").stdout
+    assert "loss=nan" in call("show", tmp_path / "step-00000004").stdout
 
 
 # --- show -----------------------------------------------------------------------------------------------------------
@@ -212,6 +209,46 @@ def test_show_lists_tensors_that_fit_a_pattern_and_tied_ones(saved):
     out = call("show", step, "--tensors").stdout
     assert re.search(r"^optimizer/state/0\.weight/exp_avg +float32 +\[3, 4\] +whole on rank 0 +1 *$", out, re.M)
     assert len(out.splitlines()) == 1 + 17
+
+
+@pytest.mark.case(133)
+def test_the_listing_shows_what_a_failed_load_did_not_find(tmp_path):
+    def model(**parts):
+        return torch.nn.ModuleDict(
+            {
+                name: torch.nn.ModuleDict({str(i): torch.nn.Linear(2, 1, bias=False) for i in n})
+                for name, n in parts.items()
+            }
+        )
+
+    ks.save(tmp_path / "step", {"model": model(layers=range(10))})
+    with pytest.raises(ks.errors.MismatchError) as caught:
+        ks.load(tmp_path / "step", into={"model": model(blocks=range(3), layers=range(3, 10))})
+    message = str(caught.value)
+    assert str(tmp_path / "step") in message
+    assert "saved on 1 ranks, now 1" in message
+    for i in range(3):
+        assert f"model/layers.{i}.weight" in message
+        assert f"model/blocks.{i}.weight may be model/layers.{i}.weight" in message
+    assert "layers.3" not in message
+    listed = json.loads(call("show", tmp_path / "step", "--tensors", "--json").stdout)["tensor_list"]
+    assert [line["key"] for line in listed] == [f"model/layers.{i}.weight" for i in range(10)]
+    unknown = call("show", tmp_path / "step", "--tensors", "model/blocks.*", status=2).stderr
+    assert "no key fits 'model/blocks.*'; there are 10 keys, such as model/layers.0.weight" in unknown
+
+
+def test_everything_fits_a_narrow_terminal(tmp_path):
+    deep = {f"decoder.layers.{i}.attention.projection.weight": torch.zeros(16, 4, 4, 4) for i in range(3)}
+    ks.save(tmp_path / "step", {"model": deep, "a component with a rather long name " * 3: 1})
+    for pattern in (None, "*"):
+        shown = StringIO()
+        facts = dataclasses.replace(read_step(LocalStorage(tmp_path / "step"), pattern), path="run/step")
+        print_step(facts, Console(file=shown, force_terminal=True, color_system=None, width=80))
+        assert max(map(len, shown.getvalue().splitlines())) <= 80
+        assert pattern is None or "model/decoder.layers.2" in shown.getvalue()
+    piped = call("show", tmp_path / "step", "--tensors").stdout.splitlines()
+    assert len(piped) == 4
+    assert all(f"model/{key} " in line for key, line in zip(deep, piped[1:], strict=True))
 
 
 def test_show_of_tied_tensors_says_where_they_are_stored(tmp_path):
