@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from keepstep.checkpointer.rename import Rename, renamed_tree
@@ -161,13 +162,23 @@ def load_step(
 ) -> LoadReport:
     """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
     timeline = Timeline()
+    with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
+        tree, own = read_trees(storage, manifest, ranks.rank)
+        origin = Origin(manifest.world_size, manifest.aliases, own)
+        table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
+        binder = Binder(table, into, origin, options.strict, options.cast)
+        bind_all(binder, into, tree if options.rename is None else renamed_tree(tree, options.rename), options)
+        # What has no place here may have one on another rank: a stage of a pipeline holds a part of the model.
+        posted = phase.gather(msgspec.msgpack.encode(dict.fromkeys(binder.surplus)))
+        unplaced = b""
+        if posted is not None:
+            first, *others = (msgspec.msgpack.decode(raw, type=dict[str, None]) for raw in posted)
+            unplaced = msgspec.msgpack.encode([key for key in first if all(key in other for other in others)])
+        unplaced = phase.broadcast(unplaced)
+        if binder.surplus:
+            binder.reject(msgspec.msgpack.decode(unplaced, type=list[str]))
     with no_collection(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("plan"):
-            tree, own = read_trees(storage, manifest, ranks.rank)
-            origin = Origin(manifest.world_size, manifest.aliases, own)
-            table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
-            binder = Binder(table, into, origin, options.strict, options.cast)
-            bind_all(binder, into, tree if options.rename is None else renamed_tree(tree, options.rename), options)
             if binder.mismatches:
                 raise MismatchError(
                     f"step {manifest.step} in {storage.url} (saved on {manifest.world_size} ranks, now {ranks.world})"
@@ -227,8 +238,7 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
             binder.bind_component(name, node)
         else:
             binder.reports[name] = ComponentReport(unexpected=[name])
-            if options.strict:
-                binder.mismatches.append(f"{name}: in the checkpoint, not in the target (only=[...] leaves it out)")
+            binder.surplus[name] = "in the checkpoint, not in the target (only=[...] leaves it out)"
     for name in into:
         if name not in tree and (options.only is None or name in options.only):
             binder.reports[name] = ComponentReport(missing=[name])

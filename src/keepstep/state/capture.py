@@ -228,7 +228,7 @@ class Collector:
 def wrapped(value: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """The inner tensors of a traceable wrapper subclass, or None for a tensor that holds its own bytes."""
     flatten = getattr(value, "__tensor_flatten__", None)
-    if flatten is None:
+    if flatten is None or value.is_nested:
         return None
     names, _ = flatten()
     return {name: getattr(value, name) for name in names}

@@ -82,8 +82,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
 def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) -> tuple[list[dict[str, Any]], list[str]]:
     """For each live group the saved fields that belong to its parameters, found by name.
 
-    Returns the fields in the order of the live groups, and what does not match: parameters the checkpoint does not know,
-    or one live group whose parameters were saved with different fields.
+    Returns the fields in the order of the live groups, and what does not match: one live group whose parameters were
+    saved with different fields. A parameter that was not saved has no say.
     """
     by_name = {name: group for group in saved for name in group["params"]}
     problems: list[str] = []
@@ -91,8 +91,6 @@ def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) ->
     empty = [group for group in saved if not group["params"]]
     for index, names in enumerate(view.group_names):
         where = f"{path}/param_groups/{index}"
-        unknown = [name for name in names if name not in by_name]
-        problems.extend(f"{where}: parameter {name!r} is not in the checkpoint" for name in unknown)
         found = [by_name[name] for name in names if name in by_name]
         if not names:
             # A group without parameters has no names to go by: it is matched by its position.
@@ -102,8 +100,6 @@ def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) ->
         if differing:
             problems.append(f"{where}: its parameters were saved in groups with different {', '.join(differing)}")
         matched.append(fields[0] if fields else {})
-    live = set(view.parameters)
-    problems.extend(f"{path}: saved parameter {name!r} is in no group" for name in by_name if name not in live)
     return matched, problems
 
 
@@ -125,6 +121,23 @@ def apply_groups(view: OptimizerView, fields: list[dict[str, Any]]) -> None:
                     live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(value)
             else:
                 group[key] = value
+
+
+def set_state(view: OptimizerView, values: dict[Any, Any]) -> None:
+    """Gives every parameter exactly the state that was saved for it, and none where none was."""
+    state = view.optimizer.state
+    for name, parameter in view.parameters.items():
+        if name in values:
+            if isinstance(values[name], dict) and isinstance(state.get(parameter), dict):
+                state[parameter].clear()
+                state[parameter].update(values[name])
+            else:
+                state[parameter] = values[name]
+        else:
+            state.pop(parameter, None)
+    for key, value in values.items():
+        if key not in view.parameters:
+            state[key] = value
 
 
 def load_packed(view: OptimizerView, tree: dict[str, Any], fields: list[dict[str, Any]]) -> None:

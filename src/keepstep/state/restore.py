@@ -22,7 +22,7 @@ from keepstep.state.capture import names_of, wrapped
 from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import fits, pointer, state_like
 from keepstep.state.module import is_extra_state, module_state, restore_module, unwrap
-from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups
+from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
 from keepstep.state.values import ABSENT, child, has_tensors, materialise
@@ -37,7 +37,8 @@ class Binder:
     """Collects what to read into which memory. One use: bind every component, read, ``finish``.
 
     ``wants`` and ``targets`` go together: the box of a stored tensor, and the tensor of that shape to fill. ``own_targets``
-    are tensors of this rank alone, by key. ``mismatches`` lists every difference found.
+    are tensors of this rank alone, by key. ``mismatches`` lists every difference found; ``surplus`` maps saved keys that
+    have no place on this rank to what to say of them, should no other rank have one either.
     """
 
     table: LayoutTable
@@ -49,6 +50,7 @@ class Binder:
     targets: list[torch.Tensor] = field(default_factory=list)
     own_targets: dict[str, torch.Tensor] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
+    surplus: dict[str, str] = field(default_factory=dict)
     reports: dict[str, ComponentReport] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
     _finish: list[Finish] = field(default_factory=list)
@@ -68,6 +70,14 @@ class Binder:
         value = self._bind(target, node, path)
         if value is not target:
             self._finish.append(lambda: _assign(self.state, name, materialise(value, self._values)))
+
+    def reject(self, unplaced: list[str]) -> None:
+        """Takes surplus keys that no rank has a place for as differences."""
+        nowhere = set(unplaced)
+        for report in self.reports.values():
+            report.unexpected = [key for key in report.unexpected if key in nowhere]
+        if self.strict:
+            self.mismatches.extend(f"{key}: {self.surplus[key]}" for key in unplaced if key in self.surplus)
 
     def finish(self) -> None:
         """Gives back everything that was not read in place. Only after every byte was read and proved, on all ranks."""
@@ -142,8 +152,7 @@ class Binder:
 
     def _surplus(self, path: str, text: str) -> None:
         self._report.unexpected.append(path)
-        if self.strict:
-            self.mismatches.append(f"{path}: {text}")
+        self.surplus[path] = text
 
     def _plain(self, node: Any, path: str, target: Any = ABSENT) -> Any:
         """A saved tree whose tensors get memory of their own; ``target`` shows how, where it has them too."""
@@ -318,6 +327,11 @@ class Binder:
         view = OptimizerView(optimizer, names_of(self.state))
         fields, problems = match_groups(view, tree["param_groups"], path)
         self.mismatches.extend(problems)
+        saved = dict.fromkeys(name for group in tree["param_groups"] for name in group["params"])
+        for name in (name for name in view.parameters if name not in saved):
+            self._miss(join(path, name), "a parameter of the target's groups, in no group of the checkpoint")
+        for name in (name for name in saved if name not in view.parameters):
+            self._surplus(join(path, name), "a parameter of the checkpoint's groups, in no group of the target")
         states: dict[Any, Any] = {}
         groups = {name: group for names, group in zip(view.group_names, fields, strict=True) for name in names}
         for name, node in tree["state"].items():
@@ -325,7 +339,7 @@ class Binder:
                 states[name] = self._bind_parameter_state(
                     view, name, node, groups[name], join(join(path, "state"), name)
                 )
-            else:
+            elif name not in saved:
                 states[name] = self._plain(node, join(join(path, "state"), name))
         bound = [self._plain(group, join(join(path, "param_groups"), i)) for i, group in enumerate(fields)]
         rest = {k: self._plain(v, join(path, k)) for k, v in tree.items() if k not in ("state", "param_groups")}
@@ -335,7 +349,7 @@ class Binder:
             values = materialise(states, self._values)
             groups = materialise(bound, self._values)
             if view.plain:
-                _set_state(view, values)
+                set_state(view, values)
                 apply_groups(view, groups)
             else:
                 load_packed(view, {"state": values, **materialise(rest, self._values)}, groups)
@@ -364,23 +378,6 @@ class Binder:
                 if self._add(below, state_like(parameter, item, device), item, fresh=True):
                     self._report.restored += 1
         return made
-
-
-def _set_state(view: OptimizerView, values: dict[Any, Any]) -> None:
-    """Gives every parameter exactly the state that was saved for it, and none where none was."""
-    state = view.optimizer.state
-    for name, parameter in view.parameters.items():
-        if name in values:
-            if isinstance(values[name], dict) and isinstance(state.get(parameter), dict):
-                state[parameter].clear()
-                state[parameter].update(values[name])
-            else:
-                state[parameter] = values[name]
-        else:
-            state.pop(parameter, None)
-    for key, value in values.items():
-        if key not in view.parameters:
-            state[key] = value
 
 
 def _assign(state: Any, name: str, value: Any) -> None:
