@@ -241,6 +241,8 @@ class _Work:
         origin = (header.save_id, header.step, header.rank)
         if origin != (self.manifest.save_id, self.manifest.step, record.rank):
             raise CorruptError(f"{name}: belongs to attempt {origin[0]}, step {origin[1]}, rank {origin[2]}")
+        if header.data_bytes != record.data_bytes:
+            raise CorruptError(f"{name}: {header.data_bytes:,} bytes of data; {record.data_bytes:,} were written")
         bad: list[int] = []
         for chunk in compared_chunks(blob, header):
             bad.extend(chunk.bad)
@@ -304,7 +306,7 @@ class _Work:
             if held is None:
                 held = self._parts[spec.layout, rank] = parts(layout, meshes, rank)
             for part in held:
-                name = spec.key if part.box.sizes == layout.shape else f"{spec.key}{part.box}"
+                name = spec.key if part.box.sizes == layout.shape else f"{spec.key}~{part.box}"
                 yield Entry(name, spec.key, spec.dtype, layout.shape, part.box, 0, 0)
 
 
