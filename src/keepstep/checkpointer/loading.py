@@ -10,6 +10,8 @@ finish      plain values, optimizer groups, random number streams, progress
 from __future__ import annotations
 
 import difflib
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +23,18 @@ from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
+from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Mesh, Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
+    MAX_ELEMENTS,
     OWN_NAME,
     STATE_FOLDER,
     TREE_NAME,
     Manifest,
     parse_manifest,
 )
-from keepstep.format.objects import decode
+from keepstep.format.objects import ObjectNode, TensorRef, decode
 from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
@@ -223,7 +227,33 @@ def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[st
     values = {} if values_of_rank is None else decode(values_of_rank.numpy().tobytes())
     if not isinstance(tree, dict) or not isinstance(values, dict):
         raise CorruptError(f"{storage.url}: the plain values are not a mapping")
+    _prove_references([tree, values], manifest)
     return tree, values
+
+
+def _prove_references(pending: list[Any], manifest: Manifest) -> None:
+    """Tensors that the values name are those of the manifest, or fit into a state file: memory is made by their shape."""
+    specs = {spec.key: spec for spec in manifest.tensors}
+    largest = max((record.data_bytes for record in manifest.files.get(STATE_FOLDER, ())), default=0)
+    while pending:
+        node = pending.pop()
+        if type(node) is ObjectNode:
+            pending.append(node.tree)
+        elif isinstance(node, dict):
+            pending.extend(node.values())
+        elif isinstance(node, list | tuple | deque):
+            pending.extend(node)
+        elif type(node) is TensorRef and node.own:
+            extent = math.prod(max(size, 1) for size in node.shape)
+            possible = node.dtype in ITEM_BYTES and all(size >= 0 for size in node.shape) and extent <= MAX_ELEMENTS
+            if not possible or math.prod(node.shape) * ITEM_BYTES[node.dtype] > largest:
+                raise CorruptError(f"{node.key!r}, {node.dtype} {list(node.shape)}, does not fit into its file")
+        elif type(node) is TensorRef:
+            spec = specs.get(manifest.aliases.get(node.key, node.key))
+            if spec is None or (spec.dtype, manifest.layouts[spec.layout].shape) != (node.dtype, node.shape):
+                raise CorruptError(
+                    f"the values name {node.key!r}, {node.dtype} {list(node.shape)}: no such tensor is stored"
+                )
 
 
 def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], options: Options) -> None:

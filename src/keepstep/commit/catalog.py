@@ -15,10 +15,10 @@ from keepstep.format.manifest import (
     MANIFEST_NAME,
     Head,
     Manifest,
-    file_name,
     parse_head,
     parse_manifest,
     parse_step_name,
+    promised_files,
     step_name,
 )
 from keepstep.storage.base import Storage, Subfolder, read_blob
@@ -99,21 +99,21 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def check_files(storage: Storage, manifest: Manifest) -> None:
-    """Proves that every file the manifest names is there in its full size. Reads no contents.
+    """Proves that every file the manifest names is there in its full size, and that they can hold every tensor.
+
+    Reads no contents.
 
     Raises:
-        CorruptError: lists every file that is missing or has another size.
+        CorruptError: lists every file that is missing or has another size; see also ``promised_files``.
     """
     there = dict(storage.list(""))
     problems = []
-    for folder, records in manifest.files.items():
-        for record in records:
-            name = file_name(folder, record.rank, manifest.save_id)
-            size = there.get(name)
-            if size is None:
-                problems.append(f"{name} is missing")
-            elif size != record.size_bytes:
-                problems.append(f"{name} has {size:,} bytes; {record.size_bytes:,} were written")
+    for name, expected in promised_files(manifest).items():
+        size = there.get(name)
+        if size is None:
+            problems.append(f"{name} is missing")
+        elif size != expected:
+            problems.append(f"{name} has {size:,} bytes; {expected:,} were written")
     if problems:
         raise CorruptError(f"{storage.url}: step {manifest.step} is damaged: " + "; ".join(problems[:8]))
 

@@ -46,12 +46,9 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def __str__(self) -> str:
-        """``[0:4, 8:16]``, as one would slice."""
-        return (
-            "["
-            + ", ".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
-            + "]"
-        )
+        """``[0:4, 8:16]``, as one would slice; works for impossible boxes too, so that an error can show them."""
+        ranges = zip(self.offsets, self.sizes, strict=False)
+        return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in ranges)}]"
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -13,6 +13,7 @@ import re
 import msgspec
 
 from keepstep.errors import CorruptError, FormatError
+from keepstep.format.box import check_partition
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Layout, Mesh, Structure, TensorSpec
 from keepstep.format.shardfile import digest
@@ -22,6 +23,7 @@ __all__ = [
     "FORMAT_MINOR",
     "HEAD_BYTES",
     "MANIFEST_NAME",
+    "MAX_ELEMENTS",
     "OWN_NAME",
     "STATE_FOLDER",
     "TREE_NAME",
@@ -39,6 +41,7 @@ __all__ = [
     "parse_head",
     "parse_manifest",
     "parse_step_name",
+    "promised_files",
     "safe_folder",
     "step_name",
 ]
@@ -54,6 +57,8 @@ OWN_NAME = "~own"
 """The entry of a rank's state file that holds the plain values of that rank alone."""
 MAX_WORLD = 1 << 20
 MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 1 << 58
+"""Of one tensor, empty dimensions counted as one: no product of them overflows anywhere."""
 _STEP = re.compile(r"step-(\d{8,18})")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 _SAVE_ID = re.compile(r"[0-9a-f]{8,32}")
@@ -269,29 +274,86 @@ def _contradiction(manifest: Manifest) -> str | None:
         if mesh.ranks is not None and not len(mesh.ranks) == len(set(mesh.ranks)) == size:
             return f"a mesh of shape {mesh.shape} lists {len(mesh.ranks)} ranks"
     for layout in manifest.layouts:
-        if len(layout.shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 62 for size in layout.shape):
+        if len(layout.shape) > MAX_DIMENSIONS or any(size < 0 for size in layout.shape):
+            return f"a tensor of shape {layout.shape} is not possible"
+        if math.prod(max(size, 1) for size in layout.shape) > MAX_ELEMENTS:
             return f"a tensor of shape {layout.shape} is not possible"
         if any(not 0 <= rank < world or not box.inside(layout.shape) for rank, box in layout.boxes or ()):
             return f"a box lies outside its tensor of shape {layout.shape}, or on a rank that is not there"
         if not 0 <= layout.mesh < len(manifest.meshes):
             return f"a layout names mesh {layout.mesh}, which is not there"
-        for cut in layout.cuts:
-            divides = cut.kind in ("S", "SS", "B")
-            if not 0 <= cut.axis < len(manifest.meshes[layout.mesh].shape) or not (divides or cut.kind == "O"):
-                return f"a layout has the impossible cut {cut}"
-            if (divides and not 0 <= cut.dim < len(layout.shape)) or (
-                cut.kind == "SS" and not 0 < cut.arg <= MAX_WORLD
-            ):
-                return f"a layout has the impossible cut {cut}"
+        problem = _bad_cuts(layout, manifest.meshes[layout.mesh]) if layout.boxes is None else None
+        if problem:
+            return problem
+    return _bad_tensors(manifest)
+
+
+def _bad_cuts(layout: Layout, mesh: Mesh) -> str | None:
+    for cut in layout.cuts:
+        known = cut.kind in ("S", "SS", "B", "O") and 0 <= cut.axis < len(mesh.shape)
+        if not known or (cut.kind != "O" and not 0 <= cut.dim < len(layout.shape)):
+            return f"a layout has the impossible cut {cut}"
+        limit = MAX_WORLD if cut.kind == "SS" else mesh.shape[cut.axis] - 1
+        if cut.kind in ("SS", "O") and not (cut.kind == "SS") <= cut.arg <= limit:
+            return f"a layout has the impossible cut {cut}"
+    return None
+
+
+def _bad_tensors(manifest: Manifest) -> str | None:
+    for folder, records in manifest.files.items():
+        if not _FOLDER.fullmatch(folder) or len({record.rank for record in records}) != len(records):
+            return f"{folder!r} is not a folder name, or lists a rank twice"
+        for record in records:
+            if not 0 <= record.rank < manifest.world_size or not 0 <= record.data_bytes <= record.size_bytes:
+                return f"{folder!r} has an impossible file record {record}"
     for spec in manifest.tensors:
         if spec.dtype not in ITEM_BYTES or not 0 <= spec.layout < len(manifest.layouts):
             return f"{spec.key!r} has the unknown dtype {spec.dtype!r} or layout {spec.layout}"
         if spec.folder not in manifest.files:
             return f"{spec.key!r} lies in {spec.folder!r}, which has no files"
-    for folder, records in manifest.files.items():
-        if not _FOLDER.fullmatch(folder) or len({record.rank for record in records}) != len(records):
-            return f"{folder!r} is not a folder name, or lists a rank twice"
-        for record in records:
-            if not 0 <= record.rank < world or not 0 <= record.data_bytes <= record.size_bytes:
-                return f"{folder!r} has an impossible file record {record}"
+    keys = {spec.key for spec in manifest.tensors}
+    if len(keys) != len(manifest.tensors) or not keys.isdisjoint(manifest.aliases):
+        return "a key is stored twice"
     return None
+
+
+def promised_files(manifest: Manifest) -> dict[str, int]:
+    """Name and size in bytes of every shard file, once it is proved that together they can hold every tensor.
+
+    Proved is that each element belongs to exactly one rank, and that the tensors are as large as the data of the files.
+    So whoever makes memory for a tensor of this manifest is asked for no more than lies in the files.
+
+    Raises:
+        CorruptError: a hole or an overlap, a tie to nothing, or sizes that do not fit; names the first it concerns.
+    """
+    keys = {spec.key for spec in manifest.tensors}
+    for key, stored in manifest.aliases.items():
+        if stored not in keys:
+            raise CorruptError(f"{key!r} is tied to {stored!r}, which is not stored")
+    rest = {folder: sum(record.data_bytes for record in records) for folder, records in manifest.files.items()}
+    elements = [math.prod(layout.shape) for layout in manifest.layouts]
+    proved: set[int] = set()
+    for spec in manifest.tensors:
+        rest[spec.folder] -= elements[spec.layout] * ITEM_BYTES[spec.dtype]
+        if spec.layout in proved:
+            continue
+        proved.add(spec.layout)
+        layout, mesh = manifest.layouts[spec.layout], manifest.meshes[manifest.layouts[spec.layout].mesh]
+        used = [cut.axis for cut in layout.cuts]
+        if layout.boxes is not None:
+            check_partition(spec.key, layout.shape, [box for _, box in layout.boxes])
+        elif len(used) != len(set(used)) or any(n > 1 and axis not in used for axis, n in enumerate(mesh.shape)):
+            raise CorruptError(
+                f"{spec.key!r}: cuts along {used} of a mesh of shape {mesh.shape} do not give every element to one rank"
+            )
+    for folder, left in rest.items():
+        # The state file also holds plain values.
+        if left < 0 or (left > 0 and folder != STATE_FOLDER):
+            raise CorruptError(
+                f"the files in {folder!r} hold {abs(left):,} bytes {'less' if left < 0 else 'more'} than its tensors have"
+            )
+    return {
+        file_name(folder, record.rank, manifest.save_id): record.size_bytes
+        for folder, records in manifest.files.items()
+        for record in records
+    }

@@ -176,7 +176,7 @@ def rank_files(
         # Largest element first, so that every tensor is aligned to its own element size without holes.
         for item, dtype, key, shape, live, piece, part in sorted(pending[folder], key=lambda row: row[:2]):
             stop = start - math.prod(part.box.sizes) * item
-            name = key if part.box.sizes == shape else f"{key}{part.box}"
+            name = key if part.box.sizes == shape else f"{key}~{part.box}"
             slots.append(Slot(Entry(name, key, dtype, shape, part.box, start, stop), live, part.local, piece))
             start = stop
         files.append(FilePlan(folder, tuple(slots), start))

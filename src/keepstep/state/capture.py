@@ -65,6 +65,8 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
     """
     if not isinstance(state, Mapping) or not all(type(name) is str and name for name in state):
         raise UsageError(f"a state is a TrainState or a dict with non-empty string keys, not {type(state).__name__}")
+    if "__metadata__" in state:
+        raise UsageError("a component cannot be called __metadata__: shard files use the name for themselves")
     collector = Collector(LayoutTable(rank, world, [Mesh((world,))]), state)
     tree: dict[str, Any] = {}
     components: dict[str, Component] = {}

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from keepstep.errors import CorruptError
 from keepstep.format.objects import ObjectNode, TensorRef, TorchValue
 from keepstep.state.shard import torch_dtype
 
@@ -30,9 +31,12 @@ def materialise(tree: Any, values: Mapping[str, Any]) -> Any:
         walked = [materialise(item, values) for item in tree]
         return deque(walked, tree.maxlen) if kind is deque else kind(walked)
     if kind is TorchValue:
-        if tree.kind == "size":
-            return torch.Size(int(part) for part in tree.text.split(",") if part)
-        return torch.device(tree.text) if tree.kind == "device" else torch_dtype(tree.text)
+        try:
+            if tree.kind == "size":
+                return torch.Size(int(part) for part in tree.text.split(",") if part)
+            return torch.device(tree.text) if tree.kind == "device" else torch_dtype(tree.text)
+        except (ValueError, RuntimeError) as err:
+            raise CorruptError(f"{tree.text!r} is no torch.{tree.kind}: {err}") from err
     if kind is ObjectNode:
         return materialise(tree.tree, values)
     return tree
