@@ -226,7 +226,7 @@ def test_the_listing_shows_what_a_failed_load_did_not_find(tmp_path):
         ks.load(tmp_path / "step", into={"model": model(blocks=range(3), layers=range(3, 10))})
     message = str(caught.value)
     assert str(tmp_path / "step") in message
-    assert "saved on 1 ranks, now 1" in message
+    assert "ranks: 1 when saved, 1 now" in message
     for i in range(3):
         assert f"model/layers.{i}.weight" in message
         assert f"model/blocks.{i}.weight may be model/layers.{i}.weight" in message

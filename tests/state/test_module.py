@@ -188,7 +188,7 @@ def test_all_missing_and_all_surplus_keys_are_listed_at_once(tmp_path):
     assert "model/laser8.weight may be model/layer8.weight under another name" in text
     assert "step 70" in text
     assert str(tmp_path / "s") in text
-    assert "saved on 1 ranks, now 1" in text
+    assert "ranks: 1 when saved, 1 now" in text
     assert "Nothing was changed" in text
     assert "{" not in text
     assert len([line for line in caught.value.mismatches if "under another name" not in line]) == 6

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from keepstep.format.shardfile import BLOCK_BYTES, ShardHeader, digest, header_bytes
+from keepstep.format.shardfile import ShardHeader, digest, header_bytes
 from keepstep.storage.base import Blob
 
 __all__ = ["VERIFY_THREADS", "Chunk", "compared_chunks", "read_header"]
@@ -81,12 +81,13 @@ def _compare(blob: Blob, header: ShardHeader, start: int, buffer: bytearray) -> 
     length = min(CHUNK_BYTES, header.data_bytes - start)
     view = memoryview(buffer)[:length]
     blob.read_into(header.data_offset + start, view)
-    first = start // BLOCK_BYTES
-    count = -(-length // BLOCK_BYTES)
+    block = header.block_bytes
+    first = start // block
+    count = -(-length // block)
     expected = header.digests[first : first + count].tolist()
     bad = [
         first + index
         for index, wanted in enumerate(expected)
-        if digest(view[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]) != wanted
+        if digest(view[index * block : (index + 1) * block]) != wanted
     ]
     return Chunk(length, count, tuple(bad))

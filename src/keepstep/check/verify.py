@@ -23,7 +23,7 @@ from keepstep.errors import CheckpointError, CorruptError, FormatError, StepNotF
 from keepstep.format.box import check_partition, whole
 from keepstep.format.layout import Part, parts
 from keepstep.format.manifest import MANIFEST_NAME, OWN_NAME, STATE_FOLDER, TREE_NAME, FileRecord, Manifest
-from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, parse_header
+from keepstep.format.shardfile import Entry, ShardHeader, digest, parse_header
 from keepstep.plan.save_plan import expected_bytes
 from keepstep.storage.base import Blob, Storage
 
@@ -315,10 +315,10 @@ def _bad_text(name: str, header: ShardHeader, bad: list[int]) -> str:
     hit = []
     for entry in header.entries:
         if entry.stop > entry.start:
-            first, last = entry.start // BLOCK_BYTES, (entry.stop - 1) // BLOCK_BYTES
+            first, last = entry.start // header.block_bytes, (entry.stop - 1) // header.block_bytes
             if any(first <= block <= last for block in bad):
                 hit.append(repr(entry.name))
-    at = header.data_offset + bad[0] * BLOCK_BYTES
+    at = header.data_offset + bad[0] * header.block_bytes
     blocks = f"{len(bad):,} of {len(header.digests):,} blocks do not match their digests"
     more = f" and {len(hit) - SHOWN_PIECES} more" if len(hit) > SHOWN_PIECES else ""
     return f"{name}: {blocks}, the first at byte {at:,}; they hold bytes of {', '.join(hit[:SHOWN_PIECES])}{more}"

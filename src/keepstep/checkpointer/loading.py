@@ -73,7 +73,7 @@ class LoadReport:
         """A few lines for a log."""
         if self.fresh:
             return "fresh run: no step to restore"
-        lines = [f"restored step {self.step} from {self.url} (saved on {self.saved_world} ranks, now {self.world})"]
+        lines = [f"restored step {self.step} from {self.url} (ranks: {self.saved_world} when saved, {self.world} now)"]
         for name, part in self.components.items():
             notes = [f"{part.restored} restored"] if not part.skipped else ["left out"]
             for label in ("cast", "missing", "unexpected", "reset", "rederived"):
@@ -185,7 +185,7 @@ def load_step(
         with timeline.span("plan"):
             if binder.mismatches:
                 raise MismatchError(
-                    f"step {manifest.step} in {storage.url} (saved on {manifest.world_size} ranks, now {ranks.world})"
+                    f"step {manifest.step} in {storage.url} (ranks: {manifest.world_size} when saved, {ranks.world} now)"
                     f" does not fit the target: {len(binder.mismatches)} differences",
                     [*binder.mismatches, *_hints(binder)],
                     "Nothing was changed.",

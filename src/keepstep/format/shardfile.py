@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from keepstep.errors import CorruptError
+from keepstep.errors import CorruptError, UsageError
 from keepstep.format.box import Box
 from keepstep.format.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 
@@ -29,6 +29,7 @@ __all__ = [
     "PAGE_BYTES",
     "Entry",
     "ShardHeader",
+    "block_size",
     "digest",
     "header_bytes",
     "pack_header",
@@ -38,6 +39,7 @@ __all__ = [
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 16
+MAX_BLOCKS = 1 << 22
 MAX_HEADER_BYTES = 100_000_000
 _NAMES = {stored: name for name, stored in SAFETENSORS_NAMES.items()}
 
@@ -93,6 +95,14 @@ digest = xxhash.xxh3_64_intdigest
 """The xxh3-64 digest of bytes or a memoryview, as an integer."""
 
 
+def block_size(data_bytes: int) -> int:
+    """Bytes a block: 64 KiB, and twice as much as often as it takes to have no more than ``MAX_BLOCKS`` of them."""
+    size = BLOCK_BYTES
+    while data_bytes > size * MAX_BLOCKS:
+        size *= 2
+    return size
+
+
 def pack_header(entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, step: int, rank: int) -> bytes:
     """The header with its length and padding, digests still zero: what goes before the data, in its final size."""
     pieces = {}
@@ -105,10 +115,16 @@ def pack_header(entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, st
             pieces[entry.name] = (entry.key, entry.shape, entry.box.offsets)
         if entry.dtype not in SAFETENSORS_NAMES:
             dtypes[entry.name] = entry.dtype
-    zeros = _digest_text(np.zeros(-(-data_bytes // BLOCK_BYTES), np.uint64))
-    notes = _Notes(save_id, step, rank, BLOCK_BYTES, zeros, dtypes, pieces)
+    block = block_size(data_bytes)
+    zeros = _digest_text(np.zeros(-(-data_bytes // block), np.uint64))
+    notes = _Notes(save_id, step, rank, block, zeros, dtypes, pieces)
     text = msgspec.json.encode({"__metadata__": {"keepstep": msgspec.json.encode(notes).decode()}, **table})
     padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
+    if padded > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"the header of {len(entries):,} tensors in one file needs {padded:,} bytes, safetensors allows"
+            f" {MAX_HEADER_BYTES:,}; spread the tensors over more components or ranks. Nothing was written"
+        )
     return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
 
 
@@ -149,7 +165,7 @@ def parse_header(raw: bytes | memoryview, file_bytes: int, name: str) -> ShardHe
         if entry.start != position:
             raise CorruptError(f"{name}: entry {entry.name!r} starts at byte {entry.start}, expected {position}")
         position = entry.stop
-    if notes.block_bytes != BLOCK_BYTES or len(digests) != -(-position // BLOCK_BYTES):
+    if notes.block_bytes != block_size(position) or len(digests) != -(-position // notes.block_bytes):
         raise CorruptError(
             f"{name}: {len(digests)} digests of {notes.block_bytes}-byte blocks do not fit {position:,} bytes of data"
         )

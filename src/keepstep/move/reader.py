@@ -19,7 +19,7 @@ import torch
 from keepstep.errors import CorruptError
 from keepstep.format.layout import Want
 from keepstep.format.manifest import Manifest, file_name
-from keepstep.format.shardfile import BLOCK_BYTES, Entry, ShardHeader, digest, header_bytes, parse_header
+from keepstep.format.shardfile import Entry, ShardHeader, digest, header_bytes, parse_header
 from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
 
@@ -168,12 +168,12 @@ def read_named(
 
 def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> Iterator[_Task]:
     """Cuts reads into block-aligned tasks: the inside of large runs straight, everything else grouped by neighbourhood."""
-    end = file.header.data_bytes
+    end, block = file.header.data_bytes, file.header.block_bytes
     shared: list[Read] = []
     for read in reads:
         target = targets[read.want]
-        first = -(-read.start // BLOCK_BYTES) * BLOCK_BYTES
-        last = read.stop if read.stop == end else read.stop // BLOCK_BYTES * BLOCK_BYTES
+        first = -(-read.start // block) * block
+        last = read.stop if read.stop == end else read.stop // block * block
         if read.at < 0 or last - first < STRAIGHT_BYTES or target.device.type != "cpu":
             # A long run that cannot go straight to its target is read in pieces that fit a buffer.
             step = CHUNK_BYTES if read.at >= 0 else max(CHUNK_BYTES, read.stop - read.start)
@@ -193,8 +193,8 @@ def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> I
     group: list[Read] = []
     low = high = 0
     for read in shared:
-        first = read.start // BLOCK_BYTES * BLOCK_BYTES
-        last = min(-(-read.stop // BLOCK_BYTES) * BLOCK_BYTES, end)
+        first = read.start // block * block
+        last = min(-(-read.stop // block) * block, end)
         if group and (first > high or max(last, high) - low > 2 * CHUNK_BYTES):
             yield _Task(file, low, high, 0, tuple(group))
             group = []
@@ -265,18 +265,18 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
 
 def _read_proved(task: _Task, view: memoryview) -> None:
     """Reads whole blocks and compares each with its digest while it is still in the processor's cache."""
-    header = task.file.header
-    piece = 1 << 20
+    header, block = task.file.header, task.file.header.block_bytes
+    piece = max(1 << 20, block)
     for start in range(0, len(view), piece):
         part = view[start : start + piece]
         task.file.blob.read_into(header.data_offset + task.start + start, part)
-        first = (task.start + start) // BLOCK_BYTES
-        expected = header.digests[first : first + -(-len(part) // BLOCK_BYTES)].tolist()
-        for index, at in enumerate(range(0, len(part), BLOCK_BYTES)):
-            if digest(part[at : at + BLOCK_BYTES]) != expected[index]:
-                where = header.data_offset + (first + index) * BLOCK_BYTES
+        first = (task.start + start) // block
+        expected = header.digests[first : first + -(-len(part) // block)].tolist()
+        for index, at in enumerate(range(0, len(part), block)):
+            if digest(part[at : at + block]) != expected[index]:
+                where = header.data_offset + (first + index) * block
                 raise CorruptError(
-                    f"{task.file.name}: the {BLOCK_BYTES // 1024} KiB block at byte {where:,} does not match its digest"
+                    f"{task.file.name}: the {block // 1024} KiB block at byte {where:,} does not match its digest"
                 )
 
 

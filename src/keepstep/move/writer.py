@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from keepstep.format.manifest import FileRecord, Receipt, file_name
-from keepstep.format.shardfile import BLOCK_BYTES, PAGE_BYTES, digest, pack_header, seal_header
+from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, pack_header, seal_header
 from keepstep.move.arena import CHUNK_BYTES, Arena
 from keepstep.plan.save_plan import FilePlan
 from keepstep.storage.base import Storage, Upload
@@ -57,7 +57,10 @@ class ShardWriter:
         self._failed: Exception | None = None
         self._uploads: list[Upload] = []
         self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="keepstep-write")
-        self._digests = [np.zeros(-(-plan.data_bytes // BLOCK_BYTES), np.uint64) for plan in plans]
+        self._blocks = [block_size(plan.data_bytes) for plan in plans]
+        self._digests = [
+            np.zeros(-(-plan.data_bytes // block), np.uint64) for plan, block in zip(plans, self._blocks, strict=True)
+        ]
         self._headers = []
         try:
             for plan in plans:
@@ -80,9 +83,9 @@ class ShardWriter:
         start = chunk.slot * CHUNK_BYTES
         # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it off.
         data = self._arena.memory[start : start + -(-chunk.length // PAGE_BYTES) * PAGE_BYTES]
-        digests, first = self._digests[chunk.file], chunk.offset // BLOCK_BYTES
-        for index, at in enumerate(range(0, chunk.length, BLOCK_BYTES)):
-            digests[first + index] = digest(data[at : min(at + BLOCK_BYTES, chunk.length)])
+        digests, block = self._digests[chunk.file], self._blocks[chunk.file]
+        for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
+            digests[index] = digest(data[at : min(at + block, chunk.length)])
         self._pool.submit(self._write, chunk, data)
         if self._failed is not None:
             raise self._failed
