@@ -156,14 +156,19 @@ class StorageError(CheckpointError, OSError):
 
 
 class RankFailedError(CheckpointError, RuntimeError):
-    """Another rank failed, so this one stopped too. ``failures`` maps rank to what it said."""
+    """Another rank failed, so this one stopped too. ``failures`` maps rank to what it said.
+
+    ``codes`` maps rank to the code of its error; empty for an error that is not of this tree.
+    """
 
     code = "rank-failed"
     exit_status = 9
     remedy = "Look at the named rank's own error; nothing of this attempt was committed."
 
-    def __init__(self, what: str, failures: Mapping[int, str]) -> None:
+    def __init__(self, what: str, failures: Mapping[int, str], codes: Mapping[int, str] | None = None) -> None:
+        self.what = what
         self.failures = dict(failures)
+        self.codes = dict(codes or {})
         lines = (f"rank {rank}: {text}" for rank, text in sorted(self.failures.items()))
         super().__init__(what + listed(lines))
 

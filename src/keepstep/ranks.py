@@ -5,6 +5,10 @@ deadline, a rank that is missing can be named, and afterwards the trainer's proc
 is one question to all ranks and one answer: every rank posts a report, rank 0 (the coordinator) collects them and announces
 a verdict. An exception inside a phase, on any rank, reaches all of them.
 
+Each rank counts its phases, and equal numbers meet. A rank that missed one comes to a number that is over: when that was
+another call than its own, or the others have come back to the same one, it goes on to the next number. So one call that
+not all ranks made does not set the ranks apart for good.
+
 Works beside NCCL and without it; no message depends on the trainer's groups or their timeouts.
 """
 
@@ -28,25 +32,32 @@ __all__ = ["DEADLINE_S", "Phase", "Ranks"]
 
 DEADLINE_S = 600.0
 GRACE_S = 1.0
+_AGAIN = "again"
 _SHARED = {cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CheckpointError)}
 
 
 class _Report(msgspec.Struct):
-    """What a rank posts: the call it is in, its data or its error."""
+    """What a rank posts: the call it is in, its data or its error. ``gone`` says that it no longer waits for an answer."""
 
     call: str
     data: bytes = b""
     error: str = ""
+    code: str = ""
+    gone: bool = False
 
 
 class _Verdict(msgspec.Struct):
-    """What the coordinator announces. ``code`` is set when the phase failed."""
+    """What the coordinator announces. ``code`` is set when the phase failed, ``late`` names ranks it did not hear of."""
 
     data: bytes = b""
     code: str = ""
     message: str = ""
+    mismatches: tuple[str, ...] = ()
     failures: dict[int, str] = {}
+    codes: dict[int, str] = {}
     missing: tuple[int, ...] = ()
+    call: str = ""
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +120,9 @@ class Phase:
     _call: str
     _deadline_s: float
     _number: int
-    _posted: bool = False
+    _posted: _Report | None = None
     _announced: bool = False
+    _heard: frozenset[int] = frozenset()
     _began: float = field(default_factory=time.monotonic)
 
     def gather(self, data: bytes) -> list[bytes] | None:
@@ -126,20 +138,30 @@ class Phase:
         self._post(_Report(self._call, data))
         if self.rank != 0:
             return None
-        keys = [self._key(rank) for rank in range(self.world)]
-        self._wait_all(keys)
-        reports = [msgspec.msgpack.decode(raw, type=_Report) for raw in self._get_all(keys)]
-        failures = {rank: report.error for rank, report in enumerate(reports) if report.error}
+        reports = self._reports()
+        while any(r.gone and (r.call != self._call or self._comes_again(rank)) for rank, r in reports.items()):
+            self._store.set(self._key("verdict"), msgspec.msgpack.encode(_Verdict(code=_AGAIN)))
+            self._move_on()
+            reports = self._reports()
+        failures = {rank: report.error for rank, report in reports.items() if report.error}
         if failures:
-            raise RankFailedError(f"{self._call} failed", failures)
-        calls = {rank: report.call for rank, report in enumerate(reports) if report.call != self._call}
+            codes = {rank: reports[rank].code for rank in failures}
+            raise RankFailedError(f"{self._call} failed", failures, codes)
+        missing = [rank for rank in range(self.world) if rank not in reports]
+        if missing:
+            raise CommitTimeoutError(
+                f"{self._call}: {_numbers(missing)} did not arrive within {self._deadline_s:g} s"
+                f" (arrived: {', '.join(map(str, reports))}). Nothing of this call was committed",
+                missing,
+            )
+        calls = {rank: report.call for rank, report in reports.items() if report.call != self._call}
         if calls:
             raise MismatchError(
                 "ranks are in different calls; nothing was written:",
                 [f"rank 0: {self._call}", *(f"rank {rank}: {call}" for rank, call in calls.items())],
             )
         self._forget_previous()
-        return [report.data for report in reports]
+        return [report.data for report in reports.values()]
 
     def broadcast(self, data: bytes | None = None) -> bytes:
         """The coordinator's answer, on every rank. The coordinator passes it, the others pass nothing and wait.
@@ -153,17 +175,19 @@ class Phase:
             if self.world > 1:
                 self._announce(_Verdict(answer))
             return answer
-        left = self._left_s() + GRACE_S
-        key = self._key("verdict")
-        if not self._wait(key, left):
-            text = f"gave up after {self._deadline_s:g} s: rank 0, the coordinator, did not answer"
-            self._post(_Report(self._call, error=text))
-            raise CommitTimeoutError(
-                f"{self._call}: rank {self.rank} {text}. Whether rank 0 finished is not known here; only committed"
-                " steps exist",
-                (0,),
-            )
-        verdict = msgspec.msgpack.decode(self._store.get(key), type=_Verdict)
+        while True:
+            if not self._wait(self._key("verdict"), self._left_s() + GRACE_S):
+                text = f"gave up after {self._deadline_s:g} s: rank 0, the coordinator, did not answer"
+                self._post(_Report(self._call, error=text, code=CommitTimeoutError.code, gone=True))
+                raise CommitTimeoutError(
+                    f"{self._call}: rank {self.rank} {text}. Whether rank 0 finished is not known here; only committed"
+                    " steps exist",
+                    (0,),
+                )
+            verdict = self._verdict()
+            if not self._is_stale(verdict):
+                break
+            self._move_on()
         self._announced = True
         if verdict.code:
             raise _rebuilt(verdict)
@@ -173,11 +197,15 @@ class Phase:
         """Tells the other ranks what went wrong here, unless the phase is decided already."""
         if self._announced:
             return
+        if not isinstance(error, RankFailedError | CommitTimeoutError):
+            error.add_note(f"(on rank {self.rank} of {self.world}, in: {self._call})")
         try:
             if self.rank == 0:
                 self._announce(_verdict_of(error, self._call))
-            elif not self._posted:
-                self._post(_Report(self._call, error=_text(error)))
+            elif self._posted is None:
+                self._post(_Report(self._call, error=_text(error), code=_code(error)))
+                while self._store.check([self._key("verdict")]) and self._is_stale(self._verdict()):
+                    self._move_on()
         except RuntimeError as unreachable:
             # The store is gone, and with it the other ranks: the error at hand is the one to raise.
             error.add_note(f"(the other ranks could not be told: {unreachable})")
@@ -190,11 +218,36 @@ class Phase:
 
     def _post(self, report: _Report) -> None:
         self._store.set(self._key(self.rank), msgspec.msgpack.encode(report))
-        self._posted = True
+        self._posted = report
 
     def _announce(self, verdict: _Verdict) -> None:
         self._announced = True
+        verdict.call = self._call
+        verdict.late = tuple(rank for rank in range(1, self.world) if rank not in self._heard) if verdict.code else ()
         self._store.set(self._key("verdict"), msgspec.msgpack.encode(verdict))
+
+    def _verdict(self) -> _Verdict:
+        return msgspec.msgpack.decode(self._store.get(self._key("verdict")), type=_Verdict)
+
+    def _is_stale(self, verdict: _Verdict) -> bool:
+        """Whether a verdict is not about this rank's call, but about one that it did not take part in."""
+        if self.rank not in verdict.late or verdict.code == _AGAIN:
+            return verdict.code == _AGAIN
+        return verdict.call != self._call or (verdict.code == CommitTimeoutError.code and self._comes_again(0))
+
+    def _comes_again(self, rank: int) -> bool:
+        """Whether ``rank``, which gave up on this call under this number, makes it once more under the next."""
+        key = f"keepstep/{self._number + 1}/{rank}"
+        if not self._wait(key, GRACE_S):
+            return False
+        later = msgspec.msgpack.decode(self._store.get(key), type=_Report)
+        return later.call == self._call and not later.gone
+
+    def _move_on(self) -> None:
+        """Takes the next number, with the same report."""
+        self._number = self._store.add(f"keepstep/at/{self.rank}", 1)
+        if self._posted is not None:
+            self._post(self._posted)
 
     def _wait(self, key: str, seconds: float) -> bool:
         try:
@@ -203,32 +256,29 @@ class Phase:
             return bool(self._store.check([key]))
         return True
 
-    def _wait_all(self, keys: list[str]) -> None:
-        """Waits for every report, but not longer once one of them is an error: the rest would wait for nothing."""
+    def _reports(self) -> dict[int, _Report]:
+        """The reports by rank: all; or those that are there when the time is over or one of them is an error."""
         store = self._store
+        keys = [self._key(rank) for rank in range(self.world)]
         pause_s = 0.05
+        reports: dict[int, _Report] = {}
         while True:
-            seconds = min(self._left_s(), pause_s)
             try:
-                store.wait(keys, dt.timedelta(seconds=max(seconds, 0.001)))
+                store.wait(keys, dt.timedelta(seconds=max(min(self._left_s(), pause_s), 0.001)))
             except RuntimeError:
                 here = [rank for rank, key in enumerate(keys) if store.check([key])]
-                failures = {rank: text for rank in here if (text := self._error_of(keys[rank]))}
-                if failures:
-                    raise RankFailedError(f"{self._call} failed", failures) from None
-                if self._left_s() > 0:
-                    pause_s = min(pause_s * 2, 2.0)
-                    continue
-                missing = [rank for rank in range(self.world) if rank not in here]
-                raise CommitTimeoutError(
-                    f"{self._call}: {_numbers(missing)} did not arrive within {self._deadline_s:g} s"
-                    f" (arrived: {', '.join(map(str, here))}). Nothing of this call was committed",
-                    missing,
-                ) from None
-            return
-
-    def _error_of(self, key: str) -> str:
-        return msgspec.msgpack.decode(self._store.get(key), type=_Report).error
+            else:
+                here = list(range(self.world))
+            over = len(here) == self.world or self._left_s() <= 0
+            # At the end all are read once more: a rank may have left meanwhile.
+            new = [rank for rank in here if over or rank not in reports]
+            raw = self._get_all([keys[rank] for rank in new]) if new else []
+            reports |= {rank: msgspec.msgpack.decode(data, type=_Report) for rank, data in zip(new, raw, strict=True)}
+            # Once one of them is an error, the others would be waited for in vain.
+            if over or any(report.error for report in reports.values()):
+                self._heard = frozenset(reports)
+                return dict(sorted(reports.items()))
+            pause_s = min(pause_s * 2, 2.0)
 
     def _get_all(self, keys: list[str]) -> list[bytes]:
         store = self._store
@@ -250,21 +300,30 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _code(error: BaseException) -> str:
+    return error.code if isinstance(error, CheckpointError) else ""
+
+
 def _verdict_of(error: BaseException, call: str) -> _Verdict:
     """How the coordinator's exception is told to the others: as itself where it speaks of all ranks."""
     if isinstance(error, RankFailedError):
-        return _Verdict(code=error.code, message=f"{call} failed", failures=error.failures)
+        return _Verdict(code=error.code, message=error.what, failures=error.failures, codes=error.codes)
     if isinstance(error, CommitTimeoutError):
         return _Verdict(code=error.code, message=str(error), missing=error.missing)
-    if isinstance(error, CheckpointError) and error.code not in ("storage", "staging", "unsafe-value"):
-        return _Verdict(code=error.code, message=str(error))
-    return _Verdict(code=RankFailedError.code, message=f"{call} failed", failures={0: _text(error)})
+    if isinstance(error, MismatchError):
+        return _Verdict(code=error.code, message=str(error), mismatches=error.mismatches)
+    code = _code(error)
+    if code and code not in ("storage", "staging", "unsafe-value"):
+        return _Verdict(code=code, message=str(error))
+    return _Verdict(code=RankFailedError.code, message=f"{call} failed", failures={0: _text(error)}, codes={0: code})
 
 
 def _rebuilt(verdict: _Verdict) -> CheckpointError:
     if verdict.code == RankFailedError.code:
-        return RankFailedError(verdict.message, verdict.failures)
+        return RankFailedError(verdict.message, verdict.failures, verdict.codes)
     if verdict.code == CommitTimeoutError.code:
         return CommitTimeoutError(verdict.message, verdict.missing)
     made: CheckpointError = _SHARED[verdict.code](verdict.message)
+    if isinstance(made, MismatchError):
+        made.mismatches = verdict.mismatches
     return made

@@ -137,7 +137,7 @@ def stored_elements(folder):
     for path in folder.rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  not a dict
-                key = name.partition("[")[0]
+                key = name.partition("~[")[0]
                 if not key.startswith("~"):
                     elements = torch.Size(file.get_slice(name).get_shape()).numel()
                     counts[key] = counts.get(key, 0) + elements

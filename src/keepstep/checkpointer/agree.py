@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from keepstep.commit.retention import sweep_failed
 from keepstep.errors import MismatchError, StepExistsError
 from keepstep.format.layout import Structure, fingerprint
 from keepstep.format.manifest import MANIFEST_NAME, Lineage
@@ -35,7 +36,10 @@ class KnownPlan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder."""
+    """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder.
+
+    ``failed_step`` is the step of the attempt before this one when that one failed, else -1.
+    """
 
     step: int
     lineage: Lineage
@@ -44,6 +48,7 @@ class Attempt:
     root: Storage | None = None
     known: KnownPlan | None = None
     deadline_s: float = DEADLINE_S
+    failed_step: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,9 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
     leftovers: tuple[str, ...] = ()
     if posted is not None:
         decided = _decide([msgspec.msgpack.decode(raw, type=_Entry) for raw in posted])
+        if attempt.root is not None and attempt.failed_step >= 0:
+            # Only now: every rank is here, so none still writes for the attempt that failed.
+            sweep_failed(attempt.root, attempt.failed_step)
         leftovers = tuple(name for name, _ in storage.list("") if name != MANIFEST_NAME or not attempt.replace)
         if MANIFEST_NAME in leftovers:
             raise StepExistsError(f"{storage.url} is already committed; it was left as it is, nothing was written")
@@ -102,7 +110,7 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
     reply = msgspec.msgpack.decode(phase.broadcast(answer), type=_Answer)
     known, told = attempt.known, _Told(snapshot.structure, snapshot.tree, snapshot.aliases)
     if reply.speakers:
-        told = _speak(ranks, told, reply, mine)
+        told = _speak(ranks, told, reply, mine, attempt.deadline_s)
         known = KnownPlan(reply.fingerprint, told.structure)
     elif known is None or known.fingerprint != reply.fingerprint:
         known = KnownPlan(reply.fingerprint, assign_writers(snapshot.structure, ranks.world))
@@ -138,9 +146,9 @@ def _decide(entries: list[_Entry]) -> _Answer:
     return _Answer(secrets.token_hex(4), world, chosen)
 
 
-def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str) -> _Told:
+def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str, deadline_s: float) -> _Told:
     """Ranks that differ send what they have; the coordinator puts it together and tells everybody."""
-    with ranks.phase("compare structures") as phase:
+    with ranks.phase("compare structures", deadline_s) as phase:
         kind = f"{own_fingerprint}{digest(mine.tree):016x}".encode()
         posted = phase.gather(kind + (msgspec.msgpack.encode(mine) if ranks.rank in reply.speakers else b""))
         merged = b""

@@ -16,9 +16,9 @@ import msgspec
 from keepstep.checkpointer.agree import Attempt, KnownPlan
 from keepstep.checkpointer.loading import LoadReport, Options, found_manifest, load_step
 from keepstep.checkpointer.saving import Saved, save_step
-from keepstep.commit.catalog import Catalog, Found, read_catalog, read_manifest, step_storage
+from keepstep.commit.catalog import Found, read_catalog, step_storage
 from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest
-from keepstep.commit.retention import Keep, remove_step, sweep_step, sweep_unfinished, to_remove
+from keepstep.commit.retention import Keep, remove_step, sweep_step, sweep_unfinished, to_remove, warn_untidy
 from keepstep.errors import (
     CheckpointError,
     ClosedError,
@@ -26,6 +26,7 @@ from keepstep.errors import (
     DamageWarning,
     FormatError,
     MismatchError,
+    RankFailedError,
     StepNotFoundError,
     StorageError,
     UsageError,
@@ -49,7 +50,7 @@ from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Checkpointer", "Every", "run_of"]
 
-_DAMAGE = ("corrupt", "format", "storage", "rank-failed")
+_DAMAGE = frozenset({"corrupt", "format", "storage"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +190,10 @@ class Checkpointer:
                     self._ranks, storage, manifest, self._state, options=options, deadline_s=self._deadline_s
                 )
             except CheckpointError as err:
-                if on_damage == "raise" or step is not None or err.code not in _DAMAGE:
+                # What made one rank fail was told to the others, so all of them decide alike.
+                codes = err.codes.values() if isinstance(err, RankFailedError) else (err.code,)
+                if on_damage == "raise" or step is not None or not _DAMAGE.issuperset(codes):
                     raise
-                # All ranks are here together: what made one of them fail was told to the others.
                 skipped = (*skipped, f"{step_name(manifest.step)}: {err}")
                 self._warn(skipped[-1])
                 continue
@@ -237,9 +239,9 @@ class Checkpointer:
             self._root,
             known=self._known,
             deadline_s=self._deadline_s,
+            failed_step=self._failed_step,
         )
-        previous, self._failed_step = self._failed_step, step
-        self._clean_up_after(previous)
+        self._failed_step = step
         saved, self._known = save_step(self._ranks, place, self._state, attempt, self._arena)
         self._failed_step = -1
         self._saved_step = step
@@ -303,7 +305,10 @@ class Checkpointer:
                 + "".join(f"\n  - {text}" for text in skipped)
                 + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
             )
-        sweep_unfinished(self._root, catalog)
+        try:
+            sweep_unfinished(self._root, catalog)
+        except StorageError as err:
+            warn_untidy(err)
         return _Choice(skipped=skipped)
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -318,11 +323,14 @@ class Checkpointer:
         self._due_s = time.monotonic()
         if self._ranks.leads:
             # The new incarnation fences older ones, so what they left unfinished can go.
-            catalog = read_catalog(self._root)
-            sweep_unfinished(self._root, catalog)
-            for found in catalog.steps:
-                if not found.damage:
-                    sweep_step(step_storage(self._root, found.step), found.save_id)
+            try:
+                catalog = read_catalog(self._root)
+                sweep_unfinished(self._root, catalog)
+                for found in catalog.steps:
+                    if not found.damage:
+                        sweep_step(step_storage(self._root, found.step), found.save_id)
+            except StorageError as err:
+                warn_untidy(err)
 
     def _may_replace(self, step: int) -> bool:
         """Whether a committed step of this number may be replaced: one that this run has left behind by a rollback."""
@@ -354,19 +362,7 @@ class Checkpointer:
             for step in to_remove(catalog, self._keep, run=self._lineage.run, protect=protect):
                 remove_step(self._root, step)
         except StorageError as err:
-            warnings.warn(f"the step is committed, but tidying up after it failed: {err}", stacklevel=3)
-
-    def _clean_up_after(self, step: int) -> None:
-        """Removes what a save that failed has left, unless it turned out to be committed after all."""
-        if step < 0 or not self._ranks.leads:
-            return
-        try:
-            read_manifest(step_storage(self._root, step))
-        except StorageError as err:
-            if err.errno == errno.ENOENT:
-                sweep_unfinished(self._root, Catalog((), (step_name(step),)))
-        except CheckpointError:
-            return
+            warn_untidy(err)
 
     def _warn(self, text: str) -> None:
         if self._ranks.leads:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from keepstep.commit.catalog import Catalog, step_storage
-from keepstep.errors import UsageError
+from keepstep.errors import StorageError, UsageError
 from keepstep.format.manifest import MANIFEST_NAME
 from keepstep.storage.base import Storage
 
-__all__ = ["Keep", "remove_step", "sweep_step", "sweep_unfinished", "to_remove"]
+__all__ = ["Keep", "remove_step", "sweep_failed", "sweep_step", "sweep_unfinished", "to_remove", "warn_untidy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +80,18 @@ def sweep_unfinished(root: Storage, catalog: Catalog) -> None:
     """Removes folders of attempts that were never committed. Call only after taking a new incarnation, which fences them."""
     for name in catalog.unfinished:
         root.delete([blob for blob, _ in root.list(name)])
+
+
+def sweep_failed(root: Storage, step: int) -> None:
+    """Removes what a failed attempt left, unless the step is committed after all. Failing here loses nothing: only warns."""
+    try:
+        names = [name for name, _ in step_storage(root, step).list("")]
+        if MANIFEST_NAME not in names:
+            step_storage(root, step).delete(names)
+    except StorageError as err:
+        warn_untidy(err)
+
+
+def warn_untidy(err: StorageError) -> None:
+    """What is kept is safe; what could not be removed only takes space."""
+    warnings.warn(f"tidying up failed; committed steps are untouched: {err}", stacklevel=4)
