@@ -99,16 +99,19 @@ def join(path: str, part: object) -> str:
     return f"{path}/{tail}" if path else tail
 
 
-def encode(tree: object, path: str = "") -> bytes:
+def encode(tree: object, path: str = "", refused: list[str] | None = None) -> bytes:
     """The tree as JSON bytes: a private copy, so later changes of the tree are not seen.
 
+    Every value that has no safe form is added to ``refused`` with its key and type, where the caller gives a list to
+    raise for them together with others; the bytes are then of no use.
+
     Raises:
-        UnsafeValueError: lists every value that has no safe form, each with its key and type.
+        UnsafeValueError: without such a list, lists every value that has no safe form.
     """
-    refused: list[str] = []
-    plain = _lower(tree, path, 0, refused)
-    if refused:
-        raise UnsafeValueError(refused)
+    found = [] if refused is None else refused
+    plain = _lower(tree, path, 0, found)
+    if found and refused is None:
+        raise UnsafeValueError(found)
     return msgspec.json.encode(plain)
 
 

@@ -83,12 +83,14 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
         node = tree[name]
         kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
         components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
+    encoded = encode(tree, refused=collector.refused)
+    own = encode(collector.own_values, refused=collector.refused) if collector.own_values else b""
     if collector.refused:
         raise UnsafeValueError(collector.refused)
     structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))
     return Snapshot(
-        tree=encode(tree),
-        own_tree=encode(collector.own_values) if collector.own_values else b"",
+        tree=encoded,
+        own_tree=own,
         structure=structure,
         locals=tuple(collector.locals),
         own=tuple(collector.own),
