@@ -23,7 +23,7 @@ REPOSITORY = HERE.parent
 ENVIRONMENT = REPOSITORY / ".venv-bench"
 PYTHON = ENVIRONMENT / "bin" / "python"
 LATEST = HERE / "results" / "latest.json"
-QUESTIONS = ["save_throughput", "load_throughput", "reshard", "many_tensors", "planning", "memory"]
+QUESTIONS = ["save_throughput", "load_throughput", "reshard", "many_tensors", "planning", "memory", "overhead"]
 MEASURED = ["keepstep", "torch", "torch_checkpointing", "numpy", "xxhash", "msgspec"]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -41,9 +41,18 @@ def main() -> int:
     if not running_inside():
         return in_environment(*sys.argv[1:])
     started = time.monotonic()
-    found = [each for question in args.only or QUESTIONS for each in ask(question, args)]
+    found: list[dict] = []
+    failed: list[str] = []
+    for question in args.only or QUESTIONS:
+        try:
+            found += ask(question, args)
+        except subprocess.CalledProcessError:
+            failed.append(question)
     report = {**circumstances(args.dir), "minutes": round((time.monotonic() - started) / 60, 1), "results": found}
     show(report)
+    if failed:
+        print(f"no answer from {', '.join(failed)} (see above); nothing was kept", file=sys.stderr)
+        return 1
     if not args.quick and not args.only:
         LATEST.parent.mkdir(exist_ok=True)
         LATEST.write_text(json.dumps(report, indent=1) + "\n")
