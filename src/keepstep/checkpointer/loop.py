@@ -210,15 +210,25 @@ class Checkpointer:
             tokens: tokens consumed by this step, over all ranks.
             epoch: the epoch the next step belongs to, when it changed.
             metrics: numbers to store with the step, such as ``loss=loss``; ``Keep(best=...)`` looks at them.
+
+        Raises:
+            UsageError: a metric is not a number; nothing has changed.
+            See ``save`` for the rest.
         """
         self._check_open()
+        try:
+            numbers = {
+                name: float(value.detach() if hasattr(value, "detach") else value) for name, value in metrics.items()
+            }
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise UsageError(f"metrics are numbers, one each, not {metrics}: {err}") from err
         progress = self._state.progress
         progress.step += 1
         progress.samples += samples
         progress.tokens += tokens
         if epoch is not None:
             progress.epoch = epoch
-        self._metrics = {name: float(value) for name, value in metrics.items()}
+        self._metrics = numbers
         return self.save() if self._is_due() else None
 
     def save(self) -> Saved:

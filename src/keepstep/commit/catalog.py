@@ -7,7 +7,7 @@ numbers are smaller.
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.errors import CheckpointError, CorruptError, StorageError
 from keepstep.format.manifest import (
@@ -79,12 +79,18 @@ def read_catalog(root: Storage) -> Catalog:
             steps.append(Found(step, damage=str(err)))
             continue
         if head is None:
-            unfinished.append(name)
+            # Empty folders are what is left of an attempt that was cleaned up.
+            if [*root.list(name)]:
+                unfinished.append(name)
         elif head.step != step:
             steps.append(Found(step, damage=f"{name} holds the manifest of step {head.step}"))
         else:
             lineage = head.lineage
             steps.append(Found(step, lineage.run, lineage.incarnation, head.save_id, head.created, dict(head.metrics)))
+    # Which start of the job a damaged step is from is not known. One with a higher number than the newest good step counts
+    # as newer than that, so that it is not passed over in silence.
+    incarnation, newest = max((found.order for found in steps if not found.damage), default=(0, 0))
+    steps = [replace(f, incarnation=incarnation) if f.damage and f.step > newest else f for f in steps]
     return Catalog(tuple(sorted(steps, key=lambda found: found.order, reverse=True)), tuple(unfinished))
 
 
