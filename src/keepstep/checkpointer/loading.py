@@ -48,6 +48,7 @@ from keepstep.timeline import Timeline
 __all__ = ["LoadReport", "Options", "found_manifest", "load", "load_step", "read_trees"]
 
 SHOWN_HINTS = 20
+_NO_DIFFERENCES = msgspec.msgpack.encode(([], []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,24 +173,19 @@ def load_step(
         table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
         binder = Binder(table, into, origin, options.strict, options.cast)
         bind_all(binder, into, tree if options.rename is None else renamed_tree(tree, options.rename), options)
-        # What has no place here may have one on another rank: a stage of a pipeline holds a part of the model.
-        posted = phase.gather(msgspec.msgpack.encode(dict.fromkeys(binder.surplus)))
-        unplaced = b""
-        if posted is not None:
-            first, *others = (msgspec.msgpack.decode(raw, type=dict[str, None]) for raw in posted)
-            unplaced = msgspec.msgpack.encode([key for key in first if all(key in other for other in others)])
-        unplaced = phase.broadcast(unplaced)
-        if binder.surplus:
-            binder.reject(msgspec.msgpack.decode(unplaced, type=list[str]))
+        posted = phase.gather(msgspec.msgpack.encode((binder.mismatches, list(binder.surplus))))
+        none = not posted or all(raw == _NO_DIFFERENCES for raw in posted)
+        differences = phase.broadcast(_NO_DIFFERENCES if none else _together(posted or []))
+        if binder.surplus or differences != _NO_DIFFERENCES:
+            binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
+        if binder.mismatches:
+            raise MismatchError(
+                f"step {manifest.step} in {storage.url} (ranks: {manifest.world_size} when saved, {ranks.world} now)"
+                f" does not fit the target: {len(binder.mismatches)} differences",
+                [*binder.mismatches, *_hints(binder)],
+                "Nothing was changed.",
+            )
     with no_collection(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
-        with timeline.span("plan"):
-            if binder.mismatches:
-                raise MismatchError(
-                    f"step {manifest.step} in {storage.url} (ranks: {manifest.world_size} when saved, {ranks.world} now)"
-                    f" does not fit the target: {len(binder.mismatches)} differences",
-                    [*binder.mismatches, *_hints(binder)],
-                    "Nothing was changed.",
-                )
         with timeline.span("read"):
             stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
             pieces = find_pieces(stored, binder.wants, ranks.rank)
@@ -212,6 +208,24 @@ def load_step(
         components=binder.reports,
         seconds=timeline.seconds,
     )
+
+
+def _together(posted: list[bytes]) -> bytes:
+    """What every rank hears of the differences that any of them found: as lines, and keys that no rank has a place for.
+
+    A key that one rank has no place for may have one on another: a stage of a pipeline holds a part of the model.
+    """
+    each = [msgspec.msgpack.decode(raw, type=tuple[list[str], list[str]]) for raw in posted]
+    found: dict[str, list[int]] = {}
+    for rank, (mismatches, _) in enumerate(each):
+        for text in mismatches:
+            found.setdefault(text, []).append(rank)
+    lines = [
+        text if len(ranks) == len(each) else f"{text} (on rank {', '.join(map(str, ranks))})"
+        for text, ranks in found.items()
+    ]
+    everywhere = set(each[0][1]).intersection(*(surplus for _, surplus in each))
+    return msgspec.msgpack.encode((lines, [key for key in each[0][1] if key in everywhere]))
 
 
 def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -71,8 +71,9 @@ class Binder:
         if value is not target:
             self._finish.append(lambda: _assign(self.state, name, materialise(value, self._values)))
 
-    def reject(self, unplaced: list[str]) -> None:
-        """Takes surplus keys that no rank has a place for as differences."""
+    def reject(self, mismatches: list[str], unplaced: list[str]) -> None:
+        """Takes over what any rank found, and surplus keys that no rank has a place for as differences."""
+        self.mismatches[:] = mismatches
         nowhere = set(unplaced)
         for report in self.reports.values():
             report.unexpected = [key for key in report.unexpected if key in nowhere]
