@@ -221,7 +221,7 @@ class Checkpointer:
                 name: float(value.detach() if hasattr(value, "detach") else value) for name, value in metrics.items()
             }
         except (TypeError, ValueError, RuntimeError) as err:
-            raise UsageError(f"metrics are numbers, one each, not {metrics}: {err}") from err
+            raise UsageError(f"metrics are numbers, one each; of {', '.join(metrics)} one is not: {err}") from err
         progress = self._state.progress
         progress.step += 1
         progress.samples += samples
