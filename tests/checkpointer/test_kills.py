@@ -68,13 +68,15 @@ def kill_at_random_points(folder, seed):
     for kill in range(KILLS):
         root = folder / f"run-{kill}"
         with ks.Checkpointer(root, state_at(10)) as ckpt:
+            start = time.monotonic()
             ckpt.save()
+            save_s = time.monotonic() - start
         began = folder / f"began-{kill}"
         job = Job(folder / f"job-{kill}", 1, save_twenty, root, began)
         deadline = time.monotonic() + 30
         while not began.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(dice.uniform(0, 0.06))
+        time.sleep(dice.uniform(0, 1.5 * save_s))
         job.kill()
         (end,) = job.wait()
         assert end.status == -9, end

@@ -468,9 +468,15 @@ def test_partial_files_go_at_the_next_start(tmp_path):
     run_to(tmp_path, 10)
     stray = tmp_path / "step-00000010" / "model" / "rank-00000.aaaaaaaa.safetensors.partial"
     stray.write_bytes(b"half")
+    records = [tmp_path / name for name in ("latest.0123abcd.partial", "incarnations/000009.0123abcd.partial")]
+    mine = tmp_path / "notes.partial"
+    for path in (*records, mine):
+        path.write_bytes(b"half")
     unfinished(tmp_path, 20)
     assert restored_step(tmp_path) == 10
     assert not stray.exists()
+    assert not [path for path in records if path.exists()]
+    assert mine.exists()
     assert not (tmp_path / "step-00000020").exists()
 
 

@@ -18,7 +18,7 @@ from keepstep.checkpointer.loading import LoadReport, Options, found_manifest, l
 from keepstep.checkpointer.saving import Saved, save_step
 from keepstep.commit.catalog import Found, read_catalog, step_storage
 from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest
-from keepstep.commit.retention import Keep, remove_step, sweep_step, sweep_unfinished, to_remove, warn_untidy
+from keepstep.commit.retention import Keep, remove_step, sweep_leftovers, to_remove, warn_untidy
 from keepstep.errors import (
     CheckpointError,
     ClosedError,
@@ -316,7 +316,7 @@ class Checkpointer:
                 + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
             )
         try:
-            sweep_unfinished(self._root, catalog)
+            sweep_leftovers(self._root, catalog)
         except StorageError as err:
             warn_untidy(err)
         return _Choice(skipped=skipped)
@@ -334,11 +334,7 @@ class Checkpointer:
         if self._ranks.leads:
             # The new incarnation fences older ones, so what they left unfinished can go.
             try:
-                catalog = read_catalog(self._root)
-                sweep_unfinished(self._root, catalog)
-                for found in catalog.steps:
-                    if not found.damage:
-                        sweep_step(step_storage(self._root, found.step), found.save_id)
+                sweep_leftovers(self._root, read_catalog(self._root))
             except StorageError as err:
                 warn_untidy(err)
 

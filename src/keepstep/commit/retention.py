@@ -7,11 +7,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from keepstep.commit.catalog import Catalog, step_storage
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME
 from keepstep.errors import StorageError, UsageError
-from keepstep.format.manifest import MANIFEST_NAME
+from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.storage.base import Storage
+from keepstep.storage.local import PARTIAL
 
-__all__ = ["Keep", "remove_step", "sweep_failed", "sweep_step", "sweep_unfinished", "to_remove", "warn_untidy"]
+__all__ = ["Keep", "remove_step", "sweep_failed", "sweep_leftovers", "to_remove", "warn_untidy"]
+
+_RECORDS = (f"{LATEST_NAME}.", f"{RUN_NAME}.", f"{INCARNATIONS}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +75,22 @@ def remove_step(root: Storage, step: int) -> None:
     storage.delete([name for name, _ in storage.list("")])
 
 
-def sweep_step(storage: Storage, save_id: str) -> None:
-    """Removes from a committed step's folder what other attempts left there."""
-    storage.delete([name for name, _ in storage.list("") if name != MANIFEST_NAME and f".{save_id}." not in name])
+def sweep_leftovers(root: Storage, catalog: Catalog) -> None:
+    """Removes what killed attempts left: steps never committed, strays beside committed ones, half-written records.
 
-
-def sweep_unfinished(root: Storage, catalog: Catalog) -> None:
-    """Removes folders of attempts that were never committed. Call only after taking a new incarnation, which fences them."""
-    for name in catalog.unfinished:
-        root.delete([blob for blob, _ in root.list(name)])
+    Call only after taking a new incarnation, which fences whoever wrote them. Damaged steps stay as they are.
+    """
+    committed = {step_name(found.step): f".{found.save_id}." for found in catalog.steps if not found.damage}
+    doomed = []
+    for name, _ in root.list(""):
+        folder, _, inside = name.partition("/")
+        if folder in committed:
+            gone = inside != MANIFEST_NAME and committed[folder] not in inside
+        else:
+            gone = folder in catalog.unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL))
+        if gone:
+            doomed.append(name)
+    root.delete(doomed)
 
 
 def sweep_failed(root: Storage, step: int) -> None:

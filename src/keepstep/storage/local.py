@@ -18,7 +18,7 @@ from pathlib import Path
 from keepstep.errors import CorruptError, StorageError, UsageError
 from keepstep.storage.base import Blob, Storage, Upload
 
-__all__ = ["LocalStorage", "Place", "check_name", "storage_of"]
+__all__ = ["PARTIAL", "LocalStorage", "Place", "check_name", "storage_of"]
 
 ALIGNMENT_BYTES = 4096
 Place = str | os.PathLike[str] | Storage
