@@ -10,6 +10,7 @@ finish      plain values, optimizer groups, random number streams, progress
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,13 +35,14 @@ from keepstep.format.manifest import (
     Manifest,
     parse_manifest,
 )
-from keepstep.format.objects import ObjectNode, TensorRef, decode
+from keepstep.format.objects import ObjectNode, TensorRef, TorchValue, decode
 from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.restore import Binder
 from keepstep.state.shard import LayoutTable
+from keepstep.state.values import materialise
 from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
@@ -149,6 +151,9 @@ def found_manifest(storage: Storage) -> bytes:
     try:
         raw = read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except StorageError as err:
+        if err.errno != errno.ENOENT:
+            # It may well be there: "cannot be read" is not "does not exist".
+            raise
         there = sum(1 for _ in storage.list(""))
         found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
         raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
@@ -257,6 +262,9 @@ def _prove_references(pending: list[Any], manifest: Manifest) -> None:
             pending.extend(node.values())
         elif isinstance(node, list | tuple | deque):
             pending.extend(node)
+        elif type(node) is TorchValue:
+            # Made once for the sake of its error: nothing may be given back before everything is known to be right.
+            materialise(node, {})
         elif type(node) is TensorRef and node.own:
             extent = math.prod(max(size, 1) for size in node.shape)
             possible = node.dtype in ITEM_BYTES and all(size >= 0 for size in node.shape) and extent <= MAX_ELEMENTS
