@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -336,3 +337,22 @@ def test_what_was_loaded_is_not_tied_to_the_files(saved):
     again = run_state(2)
     assert ks.load(path, again).step == 13
     assert_same(dict(again["model"].state_dict()), dict(target["model"].state_dict()))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_does_not_decide_where_bytes_go(device, tmp_path):
+    state = run_state(width=8)
+    state["list"] = [torch.ones(2)]
+    state["table"] = np.arange(20_000.0)
+    fresh = {**run_state(1, width=8), "list": [], "table": None}
+    torch.set_default_device(device)
+    try:
+        ks.save(tmp_path / "s", state)
+        ks.load(tmp_path / "s", fresh)
+        opened = ks.open(tmp_path / "s")["model/weight"]
+    finally:
+        torch.set_default_device(None)
+    assert_same(opened, state["model"].weight.detach())
+    assert_same(fresh["list"], state["list"])
+    assert_same(fresh["table"], state["table"])
+    assert_same(fresh["optimizer"].state_dict(), state["optimizer"].state_dict())

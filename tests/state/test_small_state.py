@@ -474,6 +474,16 @@ def test_numpy_values_come_back_without_pickle(value, tmp_path):
     assert not any(b"numpy" in path.read_bytes() for path in (tmp_path / "s").rglob("*.safetensors"))
 
 
+def test_an_array_that_cannot_be_written_is_saved_without_a_word(tmp_path):
+    array = np.arange(20_000.0)
+    array.flags.writeable = False
+    ks.save(tmp_path / "s", {"v": array})
+    target = {"v": None}
+    ks.load(tmp_path / "s", target)
+    assert_same(target["v"], np.arange(20_000.0))
+    assert target["v"].flags.writeable
+
+
 def test_a_large_array_goes_into_a_live_one_of_the_same_kind(tmp_path):
     ks.save(tmp_path / "s", {"v": np.arange(100_000.0)})
     target = {"v": np.zeros(100_000)}

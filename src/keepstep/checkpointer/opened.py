@@ -59,7 +59,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             near = [known for known in self if known.rpartition("/")[2] == key.rpartition("/")[2]][:5]
             raise NoSuchKeyError(f"no tensor {key!r} in {self._storage.url}; {len(self)} keys, near it: {near}")
         shape = self._structure.layouts[spec.layout].shape
-        target = torch.empty(shape, dtype=torch_dtype(spec.dtype))
+        target = torch.empty(shape, dtype=torch_dtype(spec.dtype), device="cpu")
         want = Want(stored, whole(shape))
         pieces = find_pieces(self._structure, [want], -1)
         read_pieces(self._storage, self.manifest, pieces, wants=[want], targets=[target])

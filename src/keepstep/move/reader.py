@@ -155,7 +155,7 @@ def read_named(
             if entry is None or (target is not None and found != (tuple(target.shape), str(target.dtype))):
                 raise CorruptError(f"{file.name} has no entry {name!r} of the type and shape that the values tell")
             if target is None:
-                target = targets[name] = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+                target = targets[name] = torch.empty(entry.stop - entry.start, dtype=torch.uint8, device="cpu")
             want = Want(name, entry.box, target.is_contiguous())
             if entry.stop > entry.start:
                 reads.extend(plan_reads(Piece("", 0, name, entry.box, entry.box, len(wants)), entry, want))
@@ -215,7 +215,7 @@ def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> 
 
     def work() -> None:
         # A thread's own buffer, used again for every task: fresh memory would be faulted in each time.
-        scratch = [torch.empty(0, dtype=torch.uint8)]
+        scratch = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         while not stop.is_set():
             with lock:
                 task = next(pending, None)
@@ -244,7 +244,7 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
         _read_proved(task, view)
         return
     if scratch[0].numel() < length:
-        scratch[0] = torch.empty(max(length, CHUNK_BYTES), dtype=torch.uint8)
+        scratch[0] = torch.empty(max(length, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
     buffer = scratch[0][:length]
     address = buffer.data_ptr()
     _read_proved(task, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))

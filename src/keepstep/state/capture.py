@@ -8,6 +8,7 @@ stored is collected and refused at once, before a byte is written.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -240,6 +241,9 @@ def wrapped(value: torch.Tensor) -> dict[str, torch.Tensor] | None:
 
 def _as_tensor(value: np.ndarray) -> torch.Tensor | None:
     try:
-        return torch.from_numpy(value)
+        with warnings.catch_warnings():
+            # An array that cannot be written, such as a file mapped for reading: nobody writes to this tensor.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(value)
     except (TypeError, ValueError):
         return None

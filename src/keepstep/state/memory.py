@@ -10,7 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from keepstep.format.objects import TensorRef
 from keepstep.state.shard import is_dtensor, torch_dtype
 
-__all__ = ["fits", "pointer", "state_like"]
+__all__ = ["fits", "host", "pointer", "state_like"]
+
+
+def host(ref: TensorRef) -> torch.Tensor:
+    """New memory on the host for a saved tensor, whatever default device the user has set."""
+    return torch.empty(ref.shape, dtype=torch_dtype(ref.dtype), device="cpu")
 
 
 def state_like(parameter: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.state.capture import names_of, wrapped
 from keepstep.state.marks import PerRank, Sharded
-from keepstep.state.memory import fits, pointer, state_like
+from keepstep.state.memory import fits, host, pointer, state_like
 from keepstep.state.module import is_extra_state, module_state, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport, Origin
@@ -173,18 +173,18 @@ class Binder:
     def _bind_tensor(self, target: Any, ref: TensorRef, path: str, *, fresh: bool = False) -> Any:
         """Where the bytes of a saved tensor go; returns the live tensor, or the reference to a new one."""
         if ref.form == "array":
-            self._add(path, torch.empty(ref.shape, dtype=torch_dtype(ref.dtype)), ref, fresh=True)
+            self._add(path, host(ref), ref, fresh=True)
             return ref
         live = isinstance(target, torch.Tensor) or type(target) is Sharded
         if not live:
             if target is not ABSENT and not fresh:
                 self.mismatches.append(f"{path}: a {type(target).__name__} in the target, a tensor in the checkpoint")
-            elif self._add(path, torch.empty(ref.shape, dtype=torch_dtype(ref.dtype)), ref, fresh=True):
+            elif self._add(path, host(ref), ref, fresh=True):
                 self._report.restored += 1
             return ref
         if fresh:
             made = torch.empty_like(target, dtype=torch_dtype(ref.dtype)) if tuple(target.shape) == ref.shape else None
-            made = made if made is not None else torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
+            made = made if made is not None else host(ref).to(target.device)
             self._add(path, made, ref, fresh=True)
             self._report.restored += 1
             return ref
