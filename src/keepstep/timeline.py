@@ -14,25 +14,24 @@ __all__ = ["Timeline"]
 
 
 class Timeline:
-    """Sums seconds by span name and counts by counter name. Thread-safe; costs about a microsecond a span."""
+    """Sums seconds by span name. Time in an inner span is not counted again in the one around it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._inner = threading.local()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside the block to ``seconds[name]``."""
+        """Adds the seconds spent inside the block, but outside of spans within it, to ``seconds[name]``."""
+        around = getattr(self._inner, "seconds", 0.0)
+        self._inner.seconds = 0.0
         began = time.perf_counter()
         try:
             yield
         finally:
             took = time.perf_counter() - began
+            own = took - self._inner.seconds
+            self._inner.seconds = around + took
             with self._lock:
-                self.seconds[name] = self.seconds.get(name, 0.0) + took
-
-    def count(self, name: str, amount: int) -> None:
-        """Adds ``amount`` to ``counts[name]``."""
-        with self._lock:
-            self.counts[name] = self.counts.get(name, 0) + amount
+                self.seconds[name] = self.seconds.get(name, 0.0) + own

@@ -18,7 +18,7 @@ from keepstep.format.layout import Structure, fingerprint
 from keepstep.format.manifest import MANIFEST_NAME, Lineage
 from keepstep.format.objects import decode, encode
 from keepstep.format.shardfile import digest
-from keepstep.plan.save_plan import assign_writers, merge_structures
+from keepstep.plan.save_plan import FilePlan, assign_writers, merge_structures
 from keepstep.ranks import DEADLINE_S, Phase, Ranks
 from keepstep.state.capture import Snapshot
 from keepstep.state.merge import merge_trees
@@ -28,10 +28,14 @@ __all__ = ["Agreement", "Attempt", "KnownPlan", "agree"]
 
 
 class KnownPlan(msgspec.Struct, frozen=True):
-    """A plan and the fingerprint of the structure it is for: while that does not change, neither does the plan."""
+    """A plan and the fingerprint of the structure it is for: while that does not change, neither does the plan.
+
+    ``files`` are those of this rank in the last save; empty when the plan comes from a manifest.
+    """
 
     fingerprint: str
     stored: Structure
+    files: tuple[FilePlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def save_step(
         with timeline.span("plan"):
             agreed = agree(phase, ranks, storage, snapshot, attempt)
     with no_collection(), ranks.phase(f"write step {attempt.step}", attempt.deadline_s) as phase:
-        receipt = _write(storage, snapshot, agreed, ranks=ranks, arena=arena, timeline=timeline)
+        receipt, plan = _write(storage, snapshot, agreed, ranks=ranks, arena=arena, timeline=timeline)
         with timeline.span("commit"):
             posted = phase.gather(msgspec.json.encode(receipt))
             answer = b""
@@ -121,7 +121,7 @@ def save_step(
             replica_details(phase, snapshot, agreed.plan.stored, answer.decode())
     saved = msgspec.json.decode(answer, type=Saved)
     written = sum(record.size_bytes for record in receipt.files.values())
-    return dataclasses.replace(saved, bytes_written=written, seconds=timeline.seconds), agreed.plan
+    return dataclasses.replace(saved, bytes_written=written, seconds=timeline.seconds), plan
 
 
 @contextlib.contextmanager
@@ -138,25 +138,28 @@ def no_collection() -> Iterator[None]:
 
 def _write(
     storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Arena, timeline: Timeline
-) -> Receipt:
-    """This rank's files, durable, and the receipt for them."""
+) -> tuple[Receipt, KnownPlan]:
+    """This rank's files, durable, and the receipt for them; and the plan with these files, for the next save."""
     extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
     described = [Extra(key, dtype, tuple(tensor.shape)) for key, dtype, tensor in snapshot.own]
     for name, data in ((TREE_NAME, agreed.tree if ranks.rank == 0 else b""), (OWN_NAME, snapshot.own_tree)):
         if data:
             extras[name] = data
             described.append(Extra(name, "uint8", (len(data),)))
+    stored, index = agreed.plan.stored, agreed.live_index
     with timeline.span("plan"):
-        files = rank_files(agreed.plan.stored, ranks.rank, live_index=agreed.live_index, extras=tuple(described))
+        files = rank_files(stored, ranks.rank, live_index=index, extras=tuple(described), known=agreed.plan.files)
     origin = Origin(agreed.save_id, agreed.step, ranks.rank)
-    with contextlib.closing(ShardWriter(storage, files, origin=origin, arena=arena, timeline=timeline)) as writer:
+    with contextlib.closing(ShardWriter(storage, files, origin=origin, arena=arena)) as writer:
         with timeline.span("copy"):
-            for chunk in fill(files, snapshot.locals, extras, arena):
+            for chunk in fill(files, snapshot.locals, extras, arena, timeline):
                 writer.submit(chunk)
-        digests = replica_digests(snapshot, agreed.plan.stored, ranks.rank) if ranks.world > 1 else {}
+        with timeline.span("compare"):
+            digests = replica_digests(snapshot, stored, ranks.rank) if ranks.world > 1 else {}
         with timeline.span("write"):
             receipt = writer.finish()
-    return msgspec.structs.replace(receipt, replica_digests=digests)
+    receipt = msgspec.structs.replace(receipt, replica_digests=digests)
+    return receipt, msgspec.structs.replace(agreed.plan, files=files)
 
 
 def _commit(

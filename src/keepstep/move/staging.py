@@ -16,6 +16,7 @@ from keepstep.format.shardfile import PAGE_BYTES
 from keepstep.move.arena import CHUNK_BYTES, Arena
 from keepstep.move.writer import Chunk
 from keepstep.plan.save_plan import FilePlan, Slot
+from keepstep.timeline import Timeline
 
 __all__ = ["fill"]
 
@@ -28,6 +29,7 @@ def fill(
     tensors: tuple[tuple[torch.Tensor, ...], ...],
     extras: Mapping[str, bytes | torch.Tensor],
     arena: Arena,
+    timeline: Timeline,
 ) -> Iterator[Chunk]:
     """Copies the bytes of every file into the arena.
 
@@ -36,6 +38,7 @@ def fill(
         tensors: the local tensors of this rank, by index; live, on any device; not changed and not kept.
         extras: bytes and tensors that go into the state file.
         arena: where to; each chunk handed out must be released by whoever wrote it.
+        timeline: waiting for a free place in the arena is booked as "write": the storage is what it waits for.
     """
     lanes: _DeviceLanes | None = None
     slot = -1
@@ -49,7 +52,8 @@ def fill(
                     source = run.data_ptr() if run.device.type == "cpu" else 0
                     while done < size:
                         if slot < 0:
-                            slot, filled = arena.free.get(), 0
+                            with timeline.span("write"):
+                                slot, filled = arena.free.get(), 0
                         step = min(CHUNK_BYTES - filled, size - done)
                         if source:
                             ctypes.memmove(arena.address + slot * CHUNK_BYTES + filled, source + done, step)

@@ -16,7 +16,6 @@ from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, pack_heade
 from keepstep.move.arena import CHUNK_BYTES, Arena
 from keepstep.plan.save_plan import FilePlan
 from keepstep.storage.base import Storage, Upload
-from keepstep.timeline import Timeline
 
 __all__ = ["WRITER_THREADS", "Chunk", "Origin", "ShardWriter"]
 
@@ -47,13 +46,10 @@ class ShardWriter:
         StorageError: a file cannot be created; from ``submit`` and ``finish``, the first write that failed.
     """
 
-    def __init__(
-        self, storage: Storage, plans: tuple[FilePlan, ...], *, origin: Origin, arena: Arena, timeline: Timeline
-    ) -> None:
+    def __init__(self, storage: Storage, plans: tuple[FilePlan, ...], *, origin: Origin, arena: Arena) -> None:
         self._arena = arena
         self._plans = plans
         self._origin = origin
-        self._timeline = timeline
         self._failed: Exception | None = None
         self._uploads: list[Upload] = []
         self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="keepstep-write")
@@ -96,15 +92,12 @@ class ShardWriter:
         if self._failed is not None:
             raise self._failed
         files = {}
-        with self._timeline.span("sync"):
-            for plan, upload, header, digests in zip(
-                self._plans, self._uploads, self._headers, self._digests, strict=True
-            ):
-                sealed = seal_header(header, digests)
-                size = len(sealed) + plan.data_bytes
-                upload.write_at(0, memoryview(sealed))
-                upload.commit(size)
-                files[plan.folder] = FileRecord(self._origin.rank, size, plan.data_bytes, f"{digest(sealed):016x}")
+        for plan, upload, header, digests in zip(self._plans, self._uploads, self._headers, self._digests, strict=True):
+            sealed = seal_header(header, digests)
+            size = len(sealed) + plan.data_bytes
+            upload.write_at(0, memoryview(sealed))
+            upload.commit(size)
+            files[plan.folder] = FileRecord(self._origin.rank, size, plan.data_bytes, f"{digest(sealed):016x}")
         return Receipt(self._origin.rank, self._origin.save_id, files)
 
     def close(self) -> None:

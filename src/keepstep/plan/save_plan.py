@@ -146,7 +146,12 @@ def assign_writers(live: Structure, world: int) -> Structure:
 
 
 def rank_files(
-    stored: Structure, rank: int, *, live_index: dict[str, int] | None, extras: tuple[Extra, ...]
+    stored: Structure,
+    rank: int,
+    *,
+    live_index: dict[str, int] | None,
+    extras: tuple[Extra, ...],
+    known: tuple[FilePlan, ...] = (),
 ) -> tuple[FilePlan, ...]:
     """The files that ``rank`` writes, in the order of the state's folders, the state file last.
 
@@ -155,12 +160,13 @@ def rank_files(
         rank: whose files.
         live_index: from key to index in the rank's own structure; None when the two have the same order.
         extras: what goes into this rank's state file besides tensors of the structure.
+        known: the files of the save before, when the structure is the same: only the state file is planned anew.
     """
     meshes = list(stored.meshes)
     held = [parts(layout, meshes, rank) for layout in stored.layouts]
     pending: dict[str, list[tuple[int, str, str, tuple[int, ...], int, int, Part]]] = {}
     for index, spec in enumerate(stored.tensors):
-        if held[spec.layout]:
+        if held[spec.layout] and (not known or spec.folder == STATE_FOLDER):
             live = index if live_index is None else live_index[spec.key]
             shape = stored.layouts[spec.layout].shape
             items = pending.setdefault(spec.folder, [])
@@ -170,7 +176,7 @@ def rank_files(
         part = Part(Box((0,) * len(extra.shape), extra.shape), ())
         row = (-ITEM_BYTES[extra.dtype], extra.dtype, extra.name, extra.shape, -1, 0, part)
         pending.setdefault(STATE_FOLDER, []).append(row)
-    files = []
+    files = [plan for plan in known if plan.folder != STATE_FOLDER]
     for folder in sorted(pending, key=lambda folder: folder == STATE_FOLDER):
         slots, start = [], 0
         # Largest element first, so that every tensor is aligned to its own element size without holes.
