@@ -113,7 +113,6 @@ class Anything:
     pass
 
 
-@pytest.mark.case(158)
 @pytest.mark.case(168)
 def test_everything_that_cannot_be_stored_is_listed_and_nothing_is_written(tmp_path):
     loop: list = [1]
