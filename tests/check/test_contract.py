@@ -138,7 +138,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.case(149)
 @pytest.mark.parametrize("storage", FAULTS, ids=lambda storage: storage.__name__)
 def test_a_broken_promise_is_noticed(storage):
     with pytest.raises((AssertionError, KeyError)):

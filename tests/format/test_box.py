@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import CorruptError
@@ -54,6 +54,7 @@ def _along(box: Box, dim: int, offset: int, size: int) -> Box:
     return Box((*box.offsets[:dim], offset, *box.offsets[dim + 1 :]), (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
 
 
+@settings(max_examples=60)
 @given(st.data(), shapes)
 def test_an_intersection_is_that_of_the_index_sets(data, shape):
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))

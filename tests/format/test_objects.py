@@ -142,7 +142,6 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.case(27)
 @pytest.mark.parametrize("value", TABLE, ids=lambda value: type(value).__name__)
 def test_what_the_table_holds_comes_back_as_it_was(value):
     made = back(value)
