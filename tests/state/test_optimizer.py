@@ -693,3 +693,18 @@ def test_groups_on_two_ranks(rank_pool, tmp_path):
     for _, values in trained:
         for key, value in values.items():
             assert torch.equal(both.state_dict()[key], torch.from_numpy(value)), key
+
+
+def test_an_optimizer_alone_goes_by_the_names_it_was_given(tmp_path):
+    def made():
+        model = nn.Linear(3, 2)
+        return model, torch.optim.AdamW(model.named_parameters())
+
+    model, optimizer = made()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    ks.save(tmp_path / "step", {"model": model, "optimizer": optimizer})
+    _, alone = made()
+    ks.load(tmp_path / "step", into={"optimizer": alone}, only=["optimizer"])
+    for saved, restored in zip(optimizer.state.values(), alone.state.values(), strict=True):
+        assert torch.equal(saved["exp_avg"], restored["exp_avg"])

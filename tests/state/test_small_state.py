@@ -581,3 +581,14 @@ def test_a_value_that_is_per_rank_only_in_the_target_is_an_error(tmp_path):
     ks.save(tmp_path / "s", {"seed": 1})
     with pytest.raises(ks.errors.MismatchError, match="seed: the target is per_rank, the checkpoint has one value"):
         ks.load(tmp_path / "s", {"seed": ks.per_rank(2)})
+
+
+def test_a_component_that_refuses_what_was_saved_is_named(tmp_path):
+    ks.save(tmp_path / "step", {"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    with pytest.raises(ks.errors.MismatchError, match="component 'scaler' refused what was saved for it: RuntimeError"):
+        ks.load(tmp_path / "step", into={"scaler": torch.amp.GradScaler("cpu")})
+
+
+def test_the_key_of_a_refused_value_inside_per_rank_is_the_users(tmp_path):
+    with pytest.raises(ks.errors.UnsafeValueError, match="deep/seed: builtins.function"):
+        ks.save(tmp_path / "step", {"deep": {"seed": ks.per_rank(lambda: 1)}})

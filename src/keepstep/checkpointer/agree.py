@@ -167,5 +167,9 @@ def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str, dead
             live = merge_structures([(members, item.structure) for members, item in groups], ranks.world)
             tree = merge_trees([(members, decode(item.tree)) for members, item in groups])
             aliases = {key: first for _, item in groups for key, first in item.aliases.items()}
+            torn = sorted(aliases.keys() & {spec.key for spec in live.tensors})
+            if torn:
+                lines = [f"{key}: tied to {aliases[key]} on some ranks, a tensor of its own on others" for key in torn]
+                raise MismatchError("ranks disagree about the state; nothing was written:", lines)
             merged = msgspec.msgpack.encode(_Told(assign_writers(live, ranks.world), encode(tree), aliases))
         return msgspec.msgpack.decode(phase.broadcast(merged), type=_Told)

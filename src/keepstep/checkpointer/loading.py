@@ -200,8 +200,11 @@ def load_step(
         with timeline.span("agree"):
             answers = phase.gather(b"")
             phase.broadcast(b"" if answers is not None else None)
-        with timeline.span("finish"):
-            binder.finish()
+    # Only now, when every byte was proved on every rank, are plain values given back.
+    with ranks.phase(f"give back step {manifest.step}", deadline_s) as phase, timeline.span("finish"):
+        binder.finish()
+        answers = phase.gather(b"")
+        phase.broadcast(b"" if answers is not None else None)
     needed = sum(target.numel() * target.element_size() for target in binder.targets)
     return LoadReport(
         step=manifest.step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import platform
 import secrets
 import time
@@ -17,7 +16,7 @@ from keepstep.checkpointer.agree import Attempt, KnownPlan
 from keepstep.checkpointer.loading import LoadReport, Options, found_manifest, load_step
 from keepstep.checkpointer.saving import Saved, save_step
 from keepstep.commit.catalog import Found, read_catalog, step_storage
-from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest
+from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest, run_of
 from keepstep.commit.retention import Keep, remove_step, sweep_leftovers, to_remove, warn_untidy
 from keepstep.errors import (
     CheckpointError,
@@ -48,7 +47,7 @@ from keepstep.state.train_state import TrainState
 from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import Place, storage_of
 
-__all__ = ["Checkpointer", "Every", "run_of"]
+__all__ = ["Checkpointer", "Every"]
 
 _DAMAGE = frozenset({"corrupt", "format", "storage"})
 
@@ -133,7 +132,7 @@ class Checkpointer:
         self._restored_from: Found | None = None
         self._saved_step = -1
         self._failed_step = -1
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Any] = {}
         self._due_s = time.monotonic()
 
     @property
@@ -216,12 +215,7 @@ class Checkpointer:
             See ``save`` for the rest.
         """
         self._check_open()
-        try:
-            numbers = {
-                name: float(value.detach() if hasattr(value, "detach") else value) for name, value in metrics.items()
-            }
-        except (TypeError, ValueError, RuntimeError) as err:
-            raise UsageError(f"metrics are numbers, one each; of {', '.join(metrics)} one is not: {err}") from err
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
         progress = self._state.progress
         progress.step += 1
         progress.samples += samples
@@ -244,7 +238,7 @@ class Checkpointer:
         attempt = Attempt(
             step,
             self._lineage,
-            self._metrics,
+            {name: float(value) for name, value in self._metrics.items()},
             self._may_replace(step),
             self._root,
             known=self._known,
@@ -379,17 +373,15 @@ class Checkpointer:
             raise ClosedError(f"the Checkpointer of {self._root.url} was closed")
 
 
-def run_of(root: Storage) -> str | None:
-    """The run id of a root, or None when it has none yet."""
+def _number(name: str, value: Any) -> Any:
+    """A metric as a float. A tensor on a device stays one until a save is due: reading it would wait for the device."""
+    value = value.detach() if hasattr(value, "detach") else value
+    if getattr(value, "is_cuda", False) and value.numel() == 1:
+        return value
     try:
-        fields = msgspec.json.decode(read_blob(root, RUN_NAME, 1 << 16), type=dict[str, Any])
-    except StorageError as err:
-        if err.errno == errno.ENOENT:
-            return None
-        raise
-    except msgspec.MsgspecError as err:
-        raise CorruptError(f"{root.url}/{RUN_NAME} is not valid: {err}") from err
-    return str(fields.get("run", ""))
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise UsageError(f"metrics are numbers, one each; {name} is a {type(value).__name__}: {err}") from err
 
 
 def _step_of(raw: bytes) -> int:

@@ -6,9 +6,12 @@ hint ``latest`` moves after it, and old steps go after that.
 
 from __future__ import annotations
 
+import errno
+from typing import Any
+
 import msgspec
 
-from keepstep.errors import CorruptError, StepExistsError, UsageError
+from keepstep.errors import CorruptError, StepExistsError, StorageError, UsageError
 from keepstep.format.layout import Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
@@ -21,7 +24,7 @@ from keepstep.format.manifest import (
 )
 from keepstep.format.shardfile import digest
 from keepstep.plan.save_plan import expected_bytes
-from keepstep.storage.base import Storage
+from keepstep.storage.base import Storage, read_blob
 
 __all__ = [
     "INCARNATIONS",
@@ -32,6 +35,7 @@ __all__ = [
     "newest_incarnation",
     "point_latest",
     "publish",
+    "run_of",
 ]
 
 LATEST_NAME = "latest"
@@ -106,3 +110,16 @@ def new_incarnation(storage: Storage, note: bytes) -> int:
         if storage.put_new(f"{INCARNATIONS}/{number:06d}", note):
             return number
     raise UsageError(f"{storage.url}: could not take an incarnation; are a thousand jobs starting in one folder?")
+
+
+def run_of(root: Storage) -> str | None:
+    """The run id of a root, or None when it has none yet."""
+    try:
+        fields = msgspec.json.decode(read_blob(root, RUN_NAME, 1 << 16), type=dict[str, Any])
+    except StorageError as err:
+        if err.errno == errno.ENOENT:
+            return None
+        raise
+    except msgspec.MsgspecError as err:
+        raise CorruptError(f"{root.url}/{RUN_NAME} is not valid: {err}") from err
+    return str(fields.get("run", ""))

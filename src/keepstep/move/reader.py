@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import CorruptError
 from keepstep.format.layout import Want
-from keepstep.format.manifest import Manifest, file_name
+from keepstep.format.manifest import FileRecord, Manifest, file_name
 from keepstep.format.shardfile import Entry, ShardHeader, digest, header_bytes, parse_header
 from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
@@ -28,7 +28,7 @@ __all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_named", "read_piec
 READER_THREADS = 4
 CHUNK_BYTES = 1 << 22
 STRAIGHT_BYTES = 1 << 20
-FIRST_READ_BYTES = 1 << 16
+FIRST_READ_BYTES = 1 << 12
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -50,14 +50,16 @@ class _Task(msgspec.Struct, frozen=True, gc=False):
     reads: tuple[Read, ...] = ()
 
 
-def open_shard(storage: Storage, manifest: Manifest, folder: str, rank: int) -> ShardFile:
-    """Opens a shard file of a step and proves its header against the manifest's record.
+def open_shard(
+    storage: Storage, manifest: Manifest, folder: str, rank: int, records: dict[int, FileRecord]
+) -> ShardFile:
+    """Opens a shard file of a step and proves its header against the manifest's record of it, one of ``records``.
 
     Raises:
         CorruptError: no such record, wrong size, wrong digest, or a header that makes no sense.
         StorageError: the file is missing or cannot be read.
     """
-    expected = next((record for record in manifest.files.get(folder, ()) if record.rank == rank), None)
+    expected = records.get(rank)
     if expected is None:
         raise CorruptError(f"{storage.url}: the manifest lists no file of rank {rank} in {folder!r}")
     name = file_name(folder, rank, manifest.save_id)
@@ -103,10 +105,13 @@ def read_pieces(
         by_file.setdefault((piece.folder, piece.rank), []).append(piece)
     bytes_read = 0
     files: list[ShardFile] = []
+    records: dict[str, dict[int, FileRecord]] = {}
     try:
         tasks: list[_Task] = []
         for (folder, rank), here in by_file.items():
-            file = open_shard(storage, manifest, folder, rank)
+            if folder not in records:
+                records[folder] = {record.rank: record for record in manifest.files.get(folder, ())}
+            file = open_shard(storage, manifest, folder, rank, records[folder])
             files.append(file)
             bytes_read += file.header.data_offset
             reads: list[Read] = []
@@ -141,7 +146,8 @@ def read_named(
     Raises:
         CorruptError: the file is not there or not what was written, or lacks an entry that a tensor waits for.
     """
-    file = open_shard(storage, manifest, folder, rank)
+    records = {record.rank: record for record in manifest.files.get(folder, ())}
+    file = open_shard(storage, manifest, folder, rank, records)
     with contextlib.closing(file.blob):
         entries = {entry.name: entry for entry in file.header.entries if entry.name in targets}
         wants: list[Want] = []

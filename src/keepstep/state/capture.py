@@ -85,7 +85,9 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
         kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
         components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
     encoded = encode(tree, refused=collector.refused)
-    own = encode(collector.own_values, refused=collector.refused) if collector.own_values else b""
+    for key, value in collector.own_values.items():
+        encode(value, key, refused=collector.refused)
+    own = encode(collector.own_values, refused=[]) if collector.own_values else b""
     if collector.refused:
         raise UnsafeValueError(collector.refused)
     structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))

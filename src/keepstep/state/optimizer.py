@@ -26,7 +26,9 @@ class OptimizerView:
         for g, group in enumerate(optimizer.param_groups):
             here = []
             for i, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"#{g}.{i}")
+                # Without its module a parameter has the name its optimizer was given, or else its position.
+                own = group.get("param_names")
+                name = names.get(id(parameter)) or (own[i] if own else f"#{g}.{i}")
                 if name in self.parameters:
                     raise UsageError(f"two parameters of {type(optimizer).__name__} have the name {name!r}")
                 self.parameters[name] = parameter

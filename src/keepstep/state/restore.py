@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepstep.errors import UsageError
+from keepstep.errors import CheckpointError, MismatchError, UsageError
 from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.state.capture import names_of, wrapped
@@ -25,11 +25,12 @@ from keepstep.state.module import is_extra_state, module_state, restore_module, 
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
-from keepstep.state.values import ABSENT, child, has_tensors, materialise
+from keepstep.state.values import ABSENT, child, has_tensors, materialise, objects_in
 
 __all__ = ["Binder", "ComponentReport", "Origin", "materialise"]
 
 Finish = Callable[[], None]
+Place = Callable[[TensorRef], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -53,7 +54,8 @@ class Binder:
     surplus: dict[str, str] = field(default_factory=dict)
     reports: dict[str, ComponentReport] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
-    _finish: list[Finish] = field(default_factory=list)
+    _finish: list[tuple[str, Finish]] = field(default_factory=list)
+    _component: str = ""
     _claimed: dict[Any, str] = field(default_factory=dict)
     _held: dict[int, list[Part]] = field(default_factory=dict)
     _report: ComponentReport = field(default_factory=ComponentReport)
@@ -62,6 +64,7 @@ class Binder:
     def bind_component(self, name: str, node: Any) -> None:
         """Binds one component of the state to its saved tree; changes nothing yet."""
         self._report = self.reports.setdefault(name, ComponentReport())
+        self._component = name
         path = join("", name)
         target = self.state[name]
         if type(target) is PerRank and type(node) is not RankRef:
@@ -69,7 +72,7 @@ class Binder:
             return
         value = self._bind(target, node, path)
         if value is not target:
-            self._finish.append(lambda: _assign(self.state, name, materialise(value, self._values)))
+            self._then(lambda: _assign(self.state, name, materialise(value, self._values)))
 
     def reject(self, mismatches: list[str], unplaced: list[str]) -> None:
         """Takes over what any rank found, and surplus keys that no rank has a place for as differences."""
@@ -85,8 +88,20 @@ class Binder:
         for target, temporary in self._casts.values():
             with torch.no_grad():
                 target.copy_(temporary)
-        for finish in self._finish:
-            finish()
+        for name, finish in self._finish:
+            try:
+                finish()
+            except CheckpointError:
+                raise
+            except Exception as err:
+                raise MismatchError(
+                    f"component {name!r} refused what was saved for it: {type(err).__name__}: {err}",
+                    then="Tensors and the components before it hold the restored state: load again before going on.",
+                ) from err
+
+    def _then(self, finish: Finish) -> None:
+        """Notes what is left to do for the component at hand once everything was read."""
+        self._finish.append((self._component, finish))
 
     def _bind(self, target: Any, node: Any, path: str) -> Any:
         """The value that belongs in the target's place: the target itself where it is filled or updated in place."""
@@ -115,7 +130,7 @@ class Binder:
             target.update(values)
             target.update(kept)
 
-        self._finish.append(finish)
+        self._then(finish)
         return target
 
     def _bind_list(self, target: list[Any], node: list[Any], path: str) -> Any:
@@ -130,21 +145,15 @@ class Binder:
         def finish() -> None:
             target[:] = [*(materialise(value, self._values) for value in made), *kept]
 
-        self._finish.append(finish)
+        self._then(finish)
         return target
 
     def _lose(self, target: Any, path: str) -> bool:
         """Notes tensors and objects of the target that the checkpoint has nothing for; whether there are any."""
-        before = len(self._report.missing)
-        if isinstance(target, torch.Tensor | Sharded | nn.Module | torch.optim.Optimizer):
-            self._miss(path, f"{type(target).__name__} in the target, nothing of that name in the checkpoint")
-        elif type(target) in (dict, OrderedDict, defaultdict):
-            for key, item in target.items():
-                self._lose(item, join(path, key))
-        elif type(target) in (list, tuple, deque):
-            for index, item in enumerate(target):
-                self._lose(item, join(path, index))
-        return len(self._report.missing) > before
+        found = objects_in(target, path)
+        for where, kind in found:
+            self._miss(where, f"{kind} in the target, nothing of that name in the checkpoint")
+        return bool(found)
 
     def _miss(self, path: str, text: str) -> None:
         self._report.missing.append(path)
@@ -155,19 +164,26 @@ class Binder:
         self._report.unexpected.append(path)
         self.surplus[path] = text
 
-    def _plain(self, node: Any, path: str, target: Any = ABSENT) -> Any:
-        """A saved tree whose tensors get memory of their own; ``target`` shows how, where it has them too."""
+    def _plain(self, node: Any, path: str, target: Any = ABSENT, place: Place | None = None) -> Any:
+        """A saved tree whose tensors get memory of their own.
+
+        ``target`` shows how, where it has them too; ``place`` makes the memory instead, where it is given.
+        """
         if type(node) is TensorRef:
+            if place is not None:
+                if self._add(path, place(node), node, fresh=True):
+                    self._report.restored += 1
+                return node
             like = target if isinstance(target, torch.Tensor) else None
             return self._bind_tensor(ABSENT if like is None else like, node, path, fresh=True)
         if type(node) in (dict, OrderedDict, defaultdict):
-            items = ((k, self._plain(v, join(path, k), child(target, k))) for k, v in node.items())
+            items = ((k, self._plain(v, join(path, k), child(target, k), place)) for k, v in node.items())
             return defaultdict(node.default_factory, items) if type(node) is defaultdict else type(node)(items)
         if type(node) in (list, tuple, deque):
-            walked = [self._plain(item, join(path, i), child(target, i)) for i, item in enumerate(node)]
+            walked = [self._plain(item, join(path, i), child(target, i), place) for i, item in enumerate(node)]
             return deque(walked, node.maxlen) if type(node) is deque else type(node)(walked)
         if type(node) is ObjectNode:
-            return self._plain(node.tree, path, target)
+            return self._plain(node.tree, path, target, place)
         return node
 
     def _bind_tensor(self, target: Any, ref: TensorRef, path: str, *, fresh: bool = False) -> Any:
@@ -259,7 +275,7 @@ class Binder:
             self._report.reset.append(f"{path}: ranks 0..{min(world, self.origin.world) - 1} as saved")
         value = self._bind(inner, self.origin.own.get(path), path)
         if value is not inner and type(target) is PerRank:
-            self._finish.append(lambda: setattr(target, "value", materialise(value, self._values)))
+            self._then(lambda: setattr(target, "value", materialise(value, self._values)))
             return target
         return target if type(target) is PerRank else value
 
@@ -270,7 +286,7 @@ class Binder:
         self._report.rederived.append(f"{path}: rank {self.table.rank} is new")
         saved = self.origin.own.get(path)
         tree = saved.tree if type(saved) is ObjectNode else saved
-        self._finish.append(lambda: inner.derive(tree, self.table.rank, self.table.world))
+        self._then(lambda: inner.derive(tree, self.table.rank, self.table.world))
 
     def _bind_object(self, target: Any, node: ObjectNode, path: str) -> Any:
         if isinstance(target, nn.Module):
@@ -289,7 +305,7 @@ class Binder:
             live = target.state_dict() if has_tensors(node.tree) and hasattr(target, "state_dict") else ABSENT
             tree = self._plain(node.tree, path, live)
             self._report.restored += not has_tensors(node.tree)
-            self._finish.append(lambda: target.load_state_dict(materialise(tree, self._values)))
+            self._then(lambda: target.load_state_dict(materialise(tree, self._values)))
             return target
         if target is ABSENT or isinstance(target, dict):
             return self._plain(node.tree, path)
@@ -319,9 +335,7 @@ class Binder:
             else:
                 values[name] = self._plain(node, below)
         kept = {name: value for name, value in live.items() if name not in values}
-        self._finish.append(
-            lambda: restore_module(module, {**kept, **materialise(values, self._values)}, filled | kept.keys())
-        )
+        self._then(lambda: restore_module(module, {**kept, **materialise(values, self._values)}, filled | kept.keys()))
         return target
 
     def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
@@ -355,29 +369,28 @@ class Binder:
             else:
                 load_packed(view, {"state": values, **materialise(rest, self._values)}, groups)
 
-        self._finish.append(finish)
+        self._then(finish)
         return optimizer
 
     def _bind_parameter_state(self, view: OptimizerView, name: str, node: Any, group: dict[str, Any], path: str) -> Any:
         """State of one parameter: into the tensors that are there, or into new ones placed like the parameter."""
         parameter = view.parameters[name]
         live = view.optimizer.state.get(parameter, {}) if view.plain else {}
-        if not isinstance(node, dict):
-            return self._plain(node, path)
+        siblings = node if isinstance(node, dict) else {}
+
+        def place(ref: TensorRef) -> torch.Tensor:
+            return state_like(parameter, ref, view.placed(name, ref, group, siblings))
+
+        if not siblings:
+            return self._plain(node, path, place=place)
         made = {}
         for key, item in node.items():
-            below = join(path, key)
-            if type(item) is not TensorRef:
-                made[key] = self._plain(item, below)
-                continue
-            device = view.placed(name, item, group, node)
-            there = live.get(key)
-            if isinstance(there, torch.Tensor) and fits(there, item, parameter, device):
-                made[key] = self._bind_tensor(there, item, below)
+            below, there = join(path, key), live.get(key)
+            held = there if type(item) is TensorRef and isinstance(there, torch.Tensor) else None
+            if held is not None and fits(held, item, parameter, view.placed(name, item, group, siblings)):
+                made[key] = self._bind_tensor(held, item, below)
             else:
-                made[key] = item
-                if self._add(below, state_like(parameter, item, device), item, fresh=True):
-                    self._report.restored += 1
+                made[key] = self._plain(item, below, place=place)
         return made
 
 

@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 
 from keepstep.errors import CorruptError
-from keepstep.format.objects import ObjectNode, TensorRef, TorchValue
+from keepstep.format.objects import ObjectNode, TensorRef, TorchValue, join
+from keepstep.state.marks import Sharded
 from keepstep.state.shard import torch_dtype
 
-__all__ = ["ABSENT", "child", "has_tensors", "materialise"]
+__all__ = ["ABSENT", "child", "has_tensors", "materialise", "objects_in"]
 
 ABSENT = object()
 """Stands for "the target has nothing here"."""
@@ -58,3 +59,15 @@ def has_tensors(tree: Any) -> bool:
     if isinstance(tree, Mapping):
         return any(has_tensors(item) for item in tree.values())
     return isinstance(tree, list | tuple | deque) and any(has_tensors(item) for item in tree)
+
+
+def objects_in(target: Any, path: str) -> list[tuple[str, str]]:
+    """Keys and types of the tensors, modules and optimizers in a live value; plain values do not count."""
+    if isinstance(target, torch.Tensor | Sharded | torch.nn.Module | torch.optim.Optimizer):
+        return [(path, type(target).__name__)]
+    items: Any = ()
+    if type(target) in (dict, OrderedDict, defaultdict):
+        items = target.items()
+    elif type(target) in (list, tuple, deque):
+        items = enumerate(target)
+    return [found for key, item in items for found in objects_in(item, join(path, key))]
