@@ -1,7 +1,8 @@
 """Jobs that can be killed. Their ranks are forked from one warm process, so that a job costs milliseconds to start.
 
 Each job is a start of its own: new processes, a new store, a new group. Use it inside ``rank_pool(1)`` (or ``alone``):
-the process that forks must have no group of its own and only one thread that computes.
+the process that forks must have no group of its own and only one thread that computes. What it has imported and done
+before, a job need not do again: let it save and load once.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ class Job:
         for rank in ranks or range(len(self.pids)):
             if rank not in self.ends:
                 os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait_for(self, rank: int, timeout_s: float = 30.0) -> End:
+        """How one rank ended; the others are killed as soon as it has, as by a launcher."""
+        deadline = time.monotonic() + timeout_s
+        while rank not in self.ends and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.002)
+        self.kill()
+        return self.wait()[rank]
 
     def wait(self, timeout_s: float = 60.0) -> list[End]:
         """How every rank ended. Kills all and fails when one is still running after ``timeout_s``."""

@@ -15,6 +15,8 @@ from keepstep.storage.local import PARTIAL
 
 __all__ = ["Keep", "remove_step", "sweep_failed", "sweep_leftovers", "to_remove", "warn_untidy"]
 
+_NOTHING = ".nothing"
+"""A name that no blob has: removing it lets a storage drop a folder that a killed attempt made and never filled."""
 _RECORDS = (f"{LATEST_NAME}.", f"{RUN_NAME}.", f"{INCARNATIONS}/")
 
 
@@ -81,7 +83,7 @@ def sweep_leftovers(root: Storage, catalog: Catalog) -> None:
     Call only after taking a new incarnation, which fences whoever wrote them. Damaged steps stay as they are.
     """
     committed = {step_name(found.step): f".{found.save_id}." for found in catalog.steps if not found.damage}
-    doomed = []
+    doomed = [f"{folder}/{_NOTHING}" for folder in catalog.unfinished]
     for name, _ in root.list(""):
         folder, _, inside = name.partition("/")
         if folder in committed:
@@ -98,7 +100,7 @@ def sweep_failed(root: Storage, step: int) -> None:
     try:
         names = [name for name, _ in step_storage(root, step).list("")]
         if MANIFEST_NAME not in names:
-            step_storage(root, step).delete(names)
+            step_storage(root, step).delete([*names, _NOTHING])
     except StorageError as err:
         warn_untidy(err)
 

@@ -256,6 +256,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _prune_empty(folder: Path, root: Path) -> None:
+    """Removes the folder with the empty ones in it, and those above it, as far as nothing is left in them."""
+    if folder == root:
+        return
+    # A save that was killed leaves folders into which no file has come yet.
+    for inner, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(inner).rmdir()
+    folder = folder.parent
     while folder != root and root in folder.parents:
         try:
             folder.rmdir()
