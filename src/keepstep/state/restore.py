@@ -25,9 +25,9 @@ from keepstep.state.module import is_extra_state, module_state, restore_module, 
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
-from keepstep.state.values import ABSENT, child, has_tensors, materialise, objects_in
+from keepstep.state.values import ABSENT, assign, child, has_tensors, materialise, objects_in
 
-__all__ = ["Binder", "ComponentReport", "Origin", "materialise"]
+__all__ = ["Binder"]
 
 Finish = Callable[[], None]
 Place = Callable[[TensorRef], torch.Tensor]
@@ -72,7 +72,7 @@ class Binder:
             return
         value = self._bind(target, node, path)
         if value is not target:
-            self._then(lambda: _assign(self.state, name, materialise(value, self._values)))
+            self._then(lambda: assign(self.state, name, materialise(value, self._values)))
 
     def reject(self, mismatches: list[str], unplaced: list[str]) -> None:
         """Takes over what any rank found, and surplus keys that no rank has a place for as differences."""
@@ -392,10 +392,3 @@ class Binder:
             else:
                 made[key] = self._plain(item, below, place=place)
         return made
-
-
-def _assign(state: Any, name: str, value: Any) -> None:
-    if hasattr(state, "replace_value"):
-        state.replace_value(name, value)
-    else:
-        state[name] = value

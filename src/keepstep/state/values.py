@@ -13,7 +13,7 @@ from keepstep.format.objects import ObjectNode, TensorRef, TorchValue, join
 from keepstep.state.marks import Sharded
 from keepstep.state.shard import torch_dtype
 
-__all__ = ["ABSENT", "child", "has_tensors", "materialise", "objects_in"]
+__all__ = ["ABSENT", "assign", "child", "has_tensors", "materialise", "objects_in"]
 
 ABSENT = object()
 """Stands for "the target has nothing here"."""
@@ -71,3 +71,11 @@ def objects_in(target: Any, path: str) -> list[tuple[str, str]]:
     elif type(target) in (list, tuple, deque):
         items = enumerate(target)
     return [found for key, item in items for found in objects_in(item, join(path, key))]
+
+
+def assign(state: Any, name: str, value: Any) -> None:
+    """Puts a value in the place of a top-level component: of a TrainState, or of a dict."""
+    if hasattr(state, "replace_value"):
+        state.replace_value(name, value)
+    else:
+        state[name] = value
