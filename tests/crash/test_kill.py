@@ -44,12 +44,14 @@ def killed_again_and_again(folder, seed):
     rng = random.Random(seed)
     root, notes = folder / "run", folder / "notes"
     notes.mkdir()
+    began = time.monotonic()
+    run_job(folder / "measure", 2, train, str(folder / "measured"), str(folder), 3)
+    three_saves_s = time.monotonic() - began
     history = []
     for round_ in range(ROUNDS):
         job = Job(folder / f"job{round_}", 2, train, str(root), str(notes), 10_000)
         job.wait_ready()
-        # The first save takes longest; a few rounds are killed within it.
-        time.sleep(rng.uniform(0.0, 0.5))
+        time.sleep(rng.uniform(0.0, 1.5 * three_saves_s))
         victims = ((0,), (1,))[round_ % 2] if round_ % 5 == 4 else (0, 1)
         job.kill(*victims)
         ends = job.wait(30)
@@ -80,8 +82,8 @@ def killed_again_and_again(folder, seed):
 def test_killed_at_random_instants(rank_pool, tmp_path):
     print(f"seed {SEED}")
     (history,) = rank_pool(1)(alone, killed_again_and_again, tmp_path, SEED, timeout_s=150)
-    assert len(history) >= ROUNDS // 2
-    assert history[-1] >= 10
+    assert len(history) >= ROUNDS // 3
+    assert history[-1] >= 3
 
 
 # --- at every change of the file system -----------------------------------------------------------------------------

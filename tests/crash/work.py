@@ -66,7 +66,8 @@ def newest(root):
     assert whole(state) == report.step
     assert report.skipped == ()
     for folder in Path(root).glob("step-*"):
-        assert (folder / ".metadata").exists(), f"{folder.name} was not cleaned up"
+        left = sorted(str(path.relative_to(root)) for path in folder.rglob("*"))
+        assert (folder / ".metadata").exists(), f"{folder.name} was not cleaned up: {left}"
         ids = {path.name.split(".")[1] for path in folder.rglob("*.safetensors")}
         assert len(ids) == 1, (folder.name, ids)
     assert not list(Path(root).rglob("*.partial"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keepstep.commit.catalog import Catalog, step_storage
 from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME
 from keepstep.errors import StorageError, UsageError
-from keepstep.format.manifest import MANIFEST_NAME, step_name
+from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage
 from keepstep.storage.local import PARTIAL
 
@@ -83,7 +83,8 @@ def sweep_leftovers(root: Storage, catalog: Catalog) -> None:
     Call only after taking a new incarnation, which fences whoever wrote them. Damaged steps stay as they are.
     """
     committed = {step_name(found.step): f".{found.save_id}." for found in catalog.steps if not found.damage}
-    doomed = [f"{folder}/{_NOTHING}" for folder in catalog.unfinished]
+    steps = [folder for folder in root.folders() if parse_step_name(folder) is not None]
+    doomed = [f"{folder}/{_NOTHING}" for folder in steps if folder not in committed]
     for name, _ in root.list(""):
         folder, _, inside = name.partition("/")
         if folder in committed:
