@@ -51,7 +51,6 @@ def damage(path, how):
 
 
 @pytest.mark.case(16)
-@pytest.mark.case(66)
 @pytest.mark.parametrize("how", ["gone", "short", "flipped"])
 def test_one_ranks_damage_makes_all_fall_back_together(rank_pool, tmp_path, how):
     rank_pool(4)(save_three, str(tmp_path))

@@ -351,6 +351,41 @@ def test_a_slow_save_outlives_the_groups_short_timeout(rank_pool, tmp_path):
         assert loaded.kind == "ok", loaded
 
 
+def over_tcp(rank, folder):
+    """The same over the store that a launcher makes; the tests above use a file as the store."""
+    dist.destroy_process_group()
+    place = Path(folder, "port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+        place.with_suffix(".new").write_text(str(store.port))
+        place.with_suffix(".new").rename(place)
+    else:
+        while not place.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(place.read_text()), 3, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    lonely = None
+    if rank == 0:
+        lonely = attempt(ks.save, f"{folder}/ck", training_state(rank), step=1, deadline_s=0.5)
+    group_works()
+    storage = Watched(f"{folder}/ck", failing("create") if rank == 2 else None)
+    failed = attempt(ks.save, storage, training_state(rank), step=2, deadline_s=10)
+    saved = attempt(ks.save, f"{folder}/ck", training_state(rank, 4.0), step=2, deadline_s=10)
+    target = training_state(rank)
+    loaded = attempt(ks.load, f"{folder}/ck", into=target, deadline_s=10)
+    assert torch.all(target["model"].weight == 4.0)
+    group_works()
+    return lonely, failed, saved, loaded
+
+
+def test_the_store_of_a_launcher_works_the_same(rank_pool, tmp_path):
+    for rank, (lonely, failed, saved, loaded) in enumerate(rank_pool(3)(over_tcp, str(tmp_path))):
+        assert rank or (lonely.kind, lonely.missing) == ("CommitTimeoutError", (1, 2))
+        assert failed.kind == ("StorageError" if rank == 2 else "RankFailedError"), failed
+        assert "rank 2" in failed.text
+        assert saved.kind == loaded.kind == "ok", (saved, loaded)
+
+
 def raising_storage(rank, folder):
     """A storage of the user's that raises what it likes."""
 

@@ -138,7 +138,6 @@ def busy_group(rank, folder):
     return totals
 
 
-@pytest.mark.case(58)
 def test_ten_saves_beside_a_busy_group(rank_pool, tmp_path):
     totals = rank_pool(2)(busy_group, str(tmp_path / "run"))
     assert totals[0] == totals[1] == [2.0 * step + 1 for step in range(10)]

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import keepstep as ks
 from tests.conftest import SEED
+from tests.helpers.jobs import alone, run_job
 from tests.resharding.reference import part_of, placed, raw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -184,3 +185,56 @@ def test_short_dimensions_on_two_three_and_four_ranks(rank_pool, tmp_path):
         for length in LENGTHS:
             assert torch.equal(target[f"rows{length}"], torch.arange(length * 3.0).reshape(length, 3))
         assert torch.equal(target["wide"], torch.arange(11.0)[None])
+
+
+# --- more ranks than the pool keeps ---------------------------------------------------------------------------------
+
+
+def wide_state(fill=None):
+    """One dimension over all ranks, two over a grid where the world has one, and FSDP over tensor parallelism."""
+    world = torch.distributed.get_world_size()
+    meshes = {"line": DeviceMesh("cpu", list(range(world)))}
+    if world % 2 == 0:
+        meshes["grid"] = DeviceMesh("cpu", torch.arange(world).reshape(2, world // 2))
+    layouts = {
+        "rows": ("line", [Shard(0)]),
+        "columns": ("line", [Shard(1)]),
+        "copies": ("line", [Replicate()]),
+        "corner": ("grid", [Shard(0), Shard(1)]),
+        "twice": ("grid", [_StridedShard(0, split_factor=world // 2), Shard(0)]),
+        "mixed": ("grid", [Replicate(), Shard(1)]),
+    }
+    state = {}
+    for index, (key, (mesh, placements)) in enumerate(layouts.items()):
+        whole = torch.arange(13.0 * 11).reshape(13, 11) + 1000 * index
+        if mesh not in meshes:
+            mesh, placements = "line", placements[1:]
+        state[key] = placed(whole if fill is None else torch.full_like(whole, fill), meshes[mesh], placements)
+    return state
+
+
+def wide(rank, folder, source, name):
+    if name:
+        ks.save(f"{folder}/{name}", wide_state())
+    if source:
+        target = wide_state(-1.0)
+        report = ks.load(f"{folder}/{source}", into=target)
+        for key, tensor in wide_state().items():
+            assert torch.equal(target[key].to_local(), tensor.to_local()), (source, key)
+        assert report.bytes_needed == sum(tensor.to_local().nbytes for tensor in target.values())
+
+
+def wide_jobs(folder):
+    run_job(folder / "a", 8, wide, str(folder), "", "eight")
+    run_job(folder / "b", 5, wide, str(folder), "eight", "five")
+    for world, source in ((7, "five"), (6, "eight"), (8, "eight"), (8, "five")):
+        run_job(folder / f"{world}{source}", world, wide, str(folder), source, "")
+
+
+@pytest.mark.case(45)
+def test_up_to_eight_ranks(rank_pool, tmp_path):
+    rank_pool(1)(alone, wide_jobs, tmp_path)
+    for name in ("eight", "five"):
+        with ks.open(tmp_path / name) as checkpoint:
+            for index, key in enumerate(checkpoint):
+                assert torch.equal(checkpoint[key], torch.arange(13.0 * 11).reshape(13, 11) + 1000 * index), key
