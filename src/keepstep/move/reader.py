@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +26,10 @@ from keepstep.storage.base import Blob, Storage
 
 __all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_named", "read_pieces"]
 
-READER_THREADS = 4
+READER_THREADS = min(4, max(2, os.cpu_count() or 2))
 CHUNK_BYTES = 1 << 22
 STRAIGHT_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 FIRST_READ_BYTES = 1 << 12
 
 
@@ -272,7 +274,7 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
 def _read_proved(task: _Task, view: memoryview) -> None:
     """Reads whole blocks and compares each with its digest while it is still in the processor's cache."""
     header, block = task.file.header, task.file.header.block_bytes
-    piece = max(1 << 20, block)
+    piece = max(PIECE_BYTES, block)
     for start in range(0, len(view), piece):
         part = view[start : start + piece]
         task.file.blob.read_into(header.data_offset + task.start + start, part)
