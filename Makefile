@@ -13,7 +13,7 @@ help:
 	@echo "make demo    a real training run: killed inside a save, resumed exactly, then on 1 and on 3 ranks"
 	@echo "make test    everything: make check, then the slow, multi-process and GPU tests"
 	@echo "make check   format, lint, types, architecture, fast tests (under 90 s)"
-	@echo "make bench   the benchmarks, against torch.save, DCP and others"
+	@echo "make bench   the benchmarks, against torch.save, DCP and others (QUICK=1: small sizes, minutes)"
 	@echo "make cases   which of the numbered cases have a test, and which have not"
 	@echo "make clean   remove .venv and caches"
 
@@ -37,7 +37,7 @@ test: check
 	$(BIN)/python -m pytest -m "slow or ranks or gpu"
 
 bench: $(READY)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
 
 cases: $(READY)
 	$(BIN)/python scripts/cases
