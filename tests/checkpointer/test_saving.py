@@ -268,3 +268,19 @@ def test_twenty_saves_do_not_need_more_memory_than_three(how, tmp_path):
             gc.collect()
             sizes.append(resident_bytes())
     assert sizes[-1] - sizes[2] < 20_000_000, [size // 1_000_000 for size in sizes]
+
+
+@pytest.mark.case(57)
+def test_what_changes_after_the_call_is_not_in_the_step(tmp_path):
+    model = torch.nn.Linear(64, 64)
+    history = {"losses": [1.0], "best": {"step": 3}}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ks.save(tmp_path / "step", {"model": model, "history": history})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    history["losses"].append(2.0)
+    history["best"]["step"] = 4
+    with ks.open(tmp_path / "step") as saved:
+        assert all(torch.equal(saved[f"model/{name}"], value) for name, value in before.items())
+        assert saved.values_of("history") == {"losses": [1.0], "best": {"step": 3}}
