@@ -7,8 +7,7 @@ import secrets
 import time
 import warnings
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -44,7 +43,7 @@ from keepstep.move.arena import Arena
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.progress import Progress
 from keepstep.state.train_state import TrainState
-from keepstep.storage.base import Storage, read_blob
+from keepstep.storage.base import Closing, Storage, read_blob
 from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Checkpointer", "Every"]
@@ -84,7 +83,7 @@ class _Choice(msgspec.Struct):
     skipped: tuple[str, ...] = ()
 
 
-class Checkpointer:
+class Checkpointer(Closing):
     """Keeps the steps of one run below one root. A context manager; every method is collective, on the training thread.
 
     Args:
@@ -259,16 +258,6 @@ class Checkpointer:
         if not self._closed:
             self._closed = True
             self._arena.close()
-
-    def __enter__(self) -> Self:
-        """The Checkpointer itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
 
     def _begin(self, posted: list[bytes]) -> _Start:
         """The coordinator's part of a start: one root, one run, one incarnation."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype
 from keepstep.state.values import materialise
+from keepstep.storage.base import Closing
 from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Checkpoint", "open"]
@@ -32,7 +32,7 @@ def open(path: Place) -> Checkpoint:
     return Checkpoint(path)
 
 
-class Checkpoint(Mapping[str, torch.Tensor]):
+class Checkpoint(Closing, Mapping[str, torch.Tensor]):
     """Tensors by key, whole and on the host, each read and proved when it is asked for.
 
     Files are opened for each read: a step that is replaced or removed meanwhile raises, and never returns wrong bytes.
@@ -125,16 +125,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def close(self) -> None:
         """Ends the use of this object. Idempotent."""
         self._closed = True
-
-    def __enter__(self) -> Self:
-        """The checkpoint itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -14,12 +14,30 @@ from typing import Self
 
 from keepstep.errors import CorruptError
 
-__all__ = ["Blob", "Storage", "Subfolder", "Upload", "read_blob"]
+__all__ = ["Blob", "Closing", "Storage", "Subfolder", "Upload", "read_blob"]
 
 Buffer = memoryview
 
 
-class Upload(ABC):
+class Closing(ABC):
+    """What holds something that has to be given back: ``close`` it, or use it in a with-block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what is held. Idempotent."""
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+
+class Upload(Closing):
     """A blob being written. Leaving the with-block without ``commit`` leaves nothing under the name."""
 
     @abstractmethod
@@ -37,18 +55,8 @@ class Upload(ABC):
     def close(self) -> None:
         """Gives up what was not committed. Idempotent; never raises for a blob that was committed."""
 
-    def __enter__(self) -> Self:
-        """The upload itself."""
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
-
-
-class Blob(ABC):
+class Blob(Closing):
     """A committed blob, open for reading."""
 
     size_bytes: int
@@ -64,16 +72,6 @@ class Blob(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases what the blob holds. Idempotent."""
-
-    def __enter__(self) -> Self:
-        """The blob itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
 
 
 class Storage(ABC):
