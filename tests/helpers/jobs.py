@@ -106,7 +106,12 @@ def alone(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Runs ``fn(*args)`` without a group: ``rank_pool(1)(alone, fn, ...)`` is a place to fork jobs from."""
     import torch.distributed as dist
 
+    import keepstep
+
     dist.destroy_process_group()
+    # Its names are imported when they are first used: here once, and not in every rank of every job.
+    for name in keepstep.__all__:
+        getattr(keepstep, name)
     return fn(*args)
 
 
