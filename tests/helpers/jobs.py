@@ -131,6 +131,7 @@ def _live(folder: Path, rank: int, world: int, fn: Callable[..., Any], args: tup
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
         )
+        dist.barrier()
         (folder / f"ready-{rank}").touch()
         result = (fn(rank, *args), "")
         status = 0

@@ -299,6 +299,8 @@ def _in_group(call: Call, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         timeout=timedelta(seconds=call.timeout_s),
     )
     try:
+        # A rank that is done and leaves while another still connects to it would fail that one.
+        dist.barrier()
         return fn(call.rank, *args)
     finally:
         if dist.is_initialized():  # fn may have ended it itself
