@@ -85,7 +85,7 @@ class RawLimit:
     def calibrate_write(self, directory: Path, rounds: int = 3) -> None:
         """Choose the fastest way to write, by writing a part of the bytes."""
         path = directory / "raw-calibration"
-        part = self.memory[: CALIBRATION_BYTES // self.context.world]
+        part = self._part(CALIBRATION_BYTES)
 
         def attempt(setting: Setting) -> float:
             self.writing = setting
@@ -103,9 +103,13 @@ class RawLimit:
                 drop_from_page_cache(self._file(path))
             return self.context.timed(lambda: _read(self._file(path), part, setting))
 
-        part = self.memory[: (CALIBRATION_BYTES if cold else self.size) // self.context.world]
+        part = self._part(CALIBRATION_BYTES if cold else self.size)
         settings = COLD_SETTINGS if cold else WARM_SETTINGS
         return self._best("cold read" if cold else "warm read", settings, attempt, rounds, len(part))
+
+    def _part(self, size: int) -> memoryview:
+        """This rank's share of `size` bytes, in whole pages: direct I/O takes nothing else."""
+        return self.memory[: size // self.context.world // mmap.PAGESIZE * mmap.PAGESIZE]
 
     def _best(
         self,
