@@ -298,6 +298,7 @@ def _in_group(call: Call, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         world_size=call.world,
         timeout=timedelta(seconds=call.timeout_s),
     )
+    _forget_meshes()
     try:
         # A rank that is done and leaves while another still connects to it would fail that one.
         dist.barrier()
@@ -305,6 +306,16 @@ def _in_group(call: Call, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     finally:
         if dist.is_initialized():  # fn may have ended it itself
             dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """Empties torch's caches of plans for DTensors: a mesh of the call before can look like one of this call."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if callable(clear) and not isinstance(value, type):
+                    clear()
 
 
 def _die_with(parent: int) -> None:
