@@ -15,7 +15,7 @@ from keepstep.errors import StagingError
 
 __all__ = ["ARENA_BYTES", "CHUNK_BYTES", "Arena"]
 
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 22
 ARENA_BYTES = 1 << 26
 
 

@@ -19,7 +19,7 @@ from keepstep.storage.base import Storage, Upload
 
 __all__ = ["WRITER_THREADS", "Chunk", "Origin", "ShardWriter"]
 
-WRITER_THREADS = 2
+WRITER_THREADS = 4
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
