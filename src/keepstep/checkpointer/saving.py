@@ -37,7 +37,7 @@ from keepstep.format.manifest import (
     Receipt,
     Versions,
 )
-from keepstep.move.arena import Arena
+from keepstep.move.arena import ONCE_BYTES, Arena
 from keepstep.move.staging import fill
 from keepstep.move.writer import Origin, ShardWriter
 from keepstep.plan.save_plan import Extra, rank_files
@@ -89,7 +89,7 @@ def save(
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
     attempt = Attempt(number, Lineage(run=secrets.token_hex(8)), replace=overwrite, deadline_s=deadline_s)
-    with contextlib.closing(Arena(warm=False)) as arena:
+    with contextlib.closing(Arena(ONCE_BYTES, warm=False)) as arena:
         return save_step(ranks, path, state, attempt, arena)[0]
 
 
