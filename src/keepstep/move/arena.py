@@ -17,7 +17,7 @@ __all__ = ["ARENA_BYTES", "CHUNK_BYTES", "ONCE_BYTES", "Arena"]
 
 CHUNK_BYTES = 1 << 22
 ARENA_BYTES = 1 << 26
-ONCE_BYTES = 5 * CHUNK_BYTES
+ONCE_BYTES = 8 * CHUNK_BYTES
 """For a single save: enough to keep the writers busy, and little to fault in."""
 
 
