@@ -18,7 +18,7 @@ __all__ = ["ARENA_BYTES", "CHUNK_BYTES", "ONCE_BYTES", "Arena"]
 CHUNK_BYTES = 1 << 22
 ARENA_BYTES = 1 << 26
 ONCE_BYTES = 8 * CHUNK_BYTES
-"""For a single save: enough to keep the writers busy, and little to fault in."""
+"""For a single save, whose arena is used once. Chosen by measurement, see benchmarks/README.md."""
 
 
 class Arena:
