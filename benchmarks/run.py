@@ -147,9 +147,11 @@ def show(report: dict) -> None:
 
 
 def write_readmes() -> int:
-    """Put the kept results between the markers of the READMEs that have them."""
-    table = "\n".join(markdown(json.loads(LATEST.read_text())))
-    for readme in (HERE / "README.md", REPOSITORY / "README.md"):
+    """Put the kept results between the markers of the READMEs: all of them here, those that have a bar at the top."""
+    report = json.loads(LATEST.read_text())
+    barred = {**report, "results": [each for each in report["results"] if each["bar"]]}
+    for readme, shown in ((HERE / "README.md", report), (REPOSITORY / "README.md", barred)):
+        table = "\n".join(markdown(shown))
         text = readme.read_text() if readme.exists() else ""
         if BEGIN in text and END in text:
             head, _, rest = text.partition(BEGIN)
