@@ -39,7 +39,7 @@ from keepstep.format.manifest import (
     step_name,
 )
 from keepstep.format.shardfile import digest
-from keepstep.move.arena import Arena
+from keepstep.move.arena import Ring
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.progress import Progress
 from keepstep.state.train_state import TrainState
@@ -126,7 +126,7 @@ class Checkpointer(Closing):
             answer = b"" if posted is None else msgspec.json.encode(self._begin(posted))
             start = msgspec.json.decode(phase.broadcast(answer), type=_Start)
         self._lineage = Lineage(start.run, start.incarnation)
-        self._arena = Arena()
+        self._arena = Ring()
         self._known: KnownPlan | None = None
         self._restored_from: Found | None = None
         self._saved_step = -1

@@ -37,9 +37,9 @@ from keepstep.format.manifest import (
     Receipt,
     Versions,
 )
-from keepstep.move.arena import ONCE_BYTES, Arena
+from keepstep.move.arena import ONCE_BYTES, Ring
 from keepstep.move.staging import fill
-from keepstep.move.writer import Origin, ShardWriter
+from keepstep.move.writer import Origin, ShardWriter, file_heads
 from keepstep.plan.save_plan import Extra, rank_files
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.capture import Snapshot, capture
@@ -89,12 +89,12 @@ def save(
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
     attempt = Attempt(number, Lineage(run=secrets.token_hex(8)), replace=overwrite, deadline_s=deadline_s)
-    with contextlib.closing(Arena(ONCE_BYTES, warm=False)) as arena:
+    with contextlib.closing(Ring(ONCE_BYTES, warm=False)) as arena:
         return save_step(ranks, path, state, attempt, arena)[0]
 
 
 def save_step(
-    ranks: Ranks, path: Place, state: Mapping[str, Any], attempt: Attempt, arena: Arena
+    ranks: Ranks, path: Place, state: Mapping[str, Any], attempt: Attempt, arena: Ring
 ) -> tuple[Saved, KnownPlan]:
     """One save on all ranks; see ``save`` for what it raises. Also returns the plan, to be ``known`` at the next save."""
     timeline = Timeline()
@@ -137,7 +137,7 @@ def no_collection() -> Iterator[None]:
 
 
 def _write(
-    storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Arena, timeline: Timeline
+    storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Ring, timeline: Timeline
 ) -> tuple[Receipt, KnownPlan]:
     """This rank's files, durable, and the receipt for them; and the plan with these files, for the next save."""
     extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
@@ -150,7 +150,7 @@ def _write(
     with timeline.span("plan"):
         files = rank_files(stored, ranks.rank, live_index=index, extras=tuple(described), known=agreed.plan.files)
     origin = Origin(agreed.save_id, agreed.step, ranks.rank)
-    with contextlib.closing(ShardWriter(storage, files, origin=origin, arena=arena)) as writer:
+    with contextlib.closing(ShardWriter(storage, file_heads(files, origin), origin=origin, arena=arena)) as writer:
         with timeline.span("copy"):
             for chunk in fill(files, snapshot.locals, extras, arena, timeline):
                 writer.submit(chunk)

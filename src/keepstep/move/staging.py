@@ -1,37 +1,165 @@
 """From tensors into the arena: copying a tensor into its place in the file is all the serialisation there is.
 
-In: the plans of this rank's files and the live tensors. Out: filled chunks, in file order, one after another; the caller
-hands each to the writer. Runs on the training thread: while it runs nothing changes the tensors.
+In: the plans of this rank's files and the live tensors. ``fill`` streams them through a ring, chunk by chunk in file order,
+on the training thread. ``Stager`` puts each slot straight into its place in a whole arena, in any order and on any thread:
+some of it at the step boundary, the rest while training goes on, until the fence.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 
 import torch
 
 from keepstep.format.shardfile import PAGE_BYTES
-from keepstep.move.arena import CHUNK_BYTES, Arena
+from keepstep.move.arena import CHUNK_BYTES, Arena, Ring, bases_of
 from keepstep.move.writer import Chunk
 from keepstep.plan.save_plan import FilePlan, Slot
 from keepstep.timeline import Timeline
 
-__all__ = ["fill"]
+__all__ = ["Extras", "Held", "HostMemory", "Stager", "compute_marks", "fill"]
 
 GROUP_BYTES = 1 << 24
 """A tensor that is not contiguous is made so in groups of rows of about this size."""
+SHARE_BYTES = 1 << 23
+"""With several threads a tensor is copied in shares of at most this size."""
+MOST_SHARES = 64
+
+Held = tuple[torch.Tensor, ...]
+Extras = Mapping[str, bytes | torch.Tensor]
+
+
+class HostMemory:
+    """An arena as torch sees it, registered with the device's driver from the first device copy on.
+
+    Registered (pinned) memory is what makes copies from a device asynchronous; without it they are merely slower. Close it
+    before the arena.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._host: torch.Tensor | None = None
+        self._registered = False
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """All of the arena as bytes, to be copied into from ``device``."""
+        if self._host is None:
+            memory = (ctypes.c_char * self.arena.size_bytes).from_address(self.arena.address)
+            self._host = torch.frombuffer(memory, dtype=torch.uint8)
+        if device.type == "cuda" and not self._registered:
+            status = torch.cuda.cudart().cudaHostRegister(self.arena.address, self.arena.size_bytes, 0)
+            self._registered = int(status) == 0
+        return self._host
+
+    def close(self) -> None:
+        """Unregisters the memory. Idempotent."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self.arena.address)
+            self._registered = False
+        self._host = None
+
+
+class Stager:
+    """Copies slots into their places in an arena as large as the files. One for each save.
+
+    Args:
+        plans: the files, whose slots name tensors by index and extras by name.
+        tensors: the local tensors of this rank, by index; live, on any device; not changed.
+        extras: bytes and tensors that go into the state file.
+        memory: where to.
+        marks: for each device, an event after the work that made the tensors; see ``compute_marks``.
+    """
+
+    def __init__(
+        self,
+        plans: tuple[FilePlan, ...],
+        tensors: tuple[Held, ...],
+        extras: Extras,
+        memory: HostMemory,
+        marks: Mapping[torch.device, torch.cuda.Event],
+    ) -> None:
+        self._tensors, self._extras = tensors, extras
+        self._arena = memory.arena
+        self._lanes = _DeviceLanes(memory, marks)
+        self._marks = marks
+        bases, self.size_bytes = bases_of([plan.data_bytes for plan in plans])
+        self._slots = [(base, slot) for base, plan in zip(bases, plans, strict=True) for slot in plan.slots]
+        for base, plan in zip(bases, plans, strict=True):
+            end = base + plan.data_bytes
+            ctypes.memset(self._arena.address + end, 0, -end % PAGE_BYTES)
+
+    def copy(self, chosen: Iterable[int] | None = None, *, others_than: frozenset[int] = frozenset()) -> int:
+        """Copies the slots of the chosen tensors (by default of all, extras included) but not of ``others_than``.
+
+        Returns the bytes copied from host memory; copies from devices are merely started, see ``finish``.
+        """
+        total = 0
+        for target, run, size in self._moves(chosen, others_than):
+            ctypes.memmove(target, run.data_ptr(), size)
+            total += size
+        return total
+
+    def copy_on(self, pool: Executor) -> int:
+        """Copies everything, on all threads of a pool."""
+        total = 0
+        # A run may be a temporary: it is held until it is copied, and not too many at a time.
+        waiting: deque[tuple[Future[int | None], torch.Tensor]] = deque()
+        for target, run, size in self._moves(None, frozenset()):
+            source = run.data_ptr()
+            for done in range(0, size, SHARE_BYTES):
+                step = min(SHARE_BYTES, size - done)
+                waiting.append((pool.submit(ctypes.memmove, target + done, source + done, step), run))
+            total += size
+            while len(waiting) > MOST_SHARES:
+                waiting.popleft()[0].result()
+        for future, _ in waiting:
+            future.result()
+        return total
+
+    def finish(self) -> None:
+        """Waits for copies from devices."""
+        self._lanes.wait()
+
+    def _moves(
+        self, chosen: Iterable[int] | None, others_than: frozenset[int]
+    ) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """(target address, contiguous source, bytes) of each copy within the host; those from devices are started."""
+        wanted = None if chosen is None else frozenset(chosen)
+        for device, mark in self._marks.items():
+            # What makes a tensor contiguous runs on this thread's own stream, which knows nothing of the training's.
+            torch.cuda.current_stream(device).wait_event(mark)
+        for base, slot in self._slots:
+            if slot.tensor in others_than or (wanted is not None and slot.tensor not in wanted):
+                continue
+            view = _source(slot, self._tensors, self._extras)
+            at = base + slot.entry.start
+            for run in (view,) if view.is_contiguous() else _runs(view):
+                size = run.numel() * run.element_size()
+                if run.device.type != "cpu":
+                    self._lanes.copy(at, run, 0, size)
+                elif size:
+                    yield self._arena.address + at, run, size
+                at += size
+
+
+def compute_marks(tensors: Iterable[Held]) -> dict[torch.device, torch.cuda.Event]:
+    """For each CUDA device of these tensors, an event after everything the training thread has asked of it so far."""
+    marks = {}
+    for device in {local.device for held in tensors for local in held}:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                marks[device] = torch.cuda.Event()
+                marks[device].record(torch.cuda.current_stream(device))
+    return marks
 
 
 def fill(
-    plans: tuple[FilePlan, ...],
-    tensors: tuple[tuple[torch.Tensor, ...], ...],
-    extras: Mapping[str, bytes | torch.Tensor],
-    arena: Arena,
-    timeline: Timeline,
+    plans: tuple[FilePlan, ...], tensors: tuple[Held, ...], extras: Extras, arena: Ring, timeline: Timeline
 ) -> Iterator[Chunk]:
-    """Copies the bytes of every file into the arena.
+    """Copies the bytes of every file into the ring.
 
     Args:
         plans: the files, whose slots name tensors by index and extras by name.
@@ -40,31 +168,31 @@ def fill(
         arena: where to; each chunk handed out must be released by whoever wrote it.
         timeline: waiting for a free place in the arena is booked as "write": the storage is what it waits for.
     """
-    lanes: _DeviceLanes | None = None
-    slot = -1
+    lanes: _ChunkLanes | None = None
+    place = -1
     try:
         for file, plan in enumerate(plans):
             offset = filled = 0
-            for piece in plan.slots:
-                view = _source(piece, tensors, extras)
+            for slot in plan.slots:
+                view = _source(slot, tensors, extras)
                 for run in (view,) if view.is_contiguous() else _runs(view):
                     size, done = run.numel() * run.element_size(), 0
                     source = run.data_ptr() if run.device.type == "cpu" else 0
                     while done < size:
-                        if slot < 0:
+                        if place < 0:
                             with timeline.span("write"):
-                                slot, filled = arena.free.get(), 0
+                                place, filled = arena.free.get(), 0
                         step = min(CHUNK_BYTES - filled, size - done)
                         if source:
-                            ctypes.memmove(arena.address + slot * CHUNK_BYTES + filled, source + done, step)
+                            ctypes.memmove(arena.address + place + filled, source + done, step)
                         else:
-                            lanes = lanes or _DeviceLanes(arena)
-                            lanes.copy(slot * CHUNK_BYTES + filled, run, done, step)
+                            lanes = lanes or _ChunkLanes(arena, tensors)
+                            lanes.copy(place + filled, run, done, step)
                         filled += step
                         done += step
                         if filled == CHUNK_BYTES or offset + filled == plan.data_bytes:
-                            ctypes.memset(arena.address + slot * CHUNK_BYTES + filled, 0, -filled % PAGE_BYTES)
-                            chunk, slot = Chunk(file, offset, filled, slot), -1
+                            ctypes.memset(arena.address + place + filled, 0, -filled % PAGE_BYTES)
+                            chunk, place = Chunk(file, offset, filled, place), -1
                             offset += filled
                             if lanes is None:
                                 yield chunk
@@ -73,15 +201,13 @@ def fill(
         if lanes is not None:
             yield from lanes.drain()
     finally:
-        if slot >= 0:
-            arena.free.put(slot)
+        if place >= 0:
+            arena.release(place)
         if lanes is not None:
             lanes.close()
 
 
-def _source(
-    slot: Slot, tensors: tuple[tuple[torch.Tensor, ...], ...], extras: Mapping[str, bytes | torch.Tensor]
-) -> torch.Tensor:
+def _source(slot: Slot, tensors: tuple[Held, ...], extras: Extras) -> torch.Tensor:
     """The part of a live tensor that a slot stores, as a view."""
     if slot.tensor < 0:
         value = extras[slot.entry.name]
@@ -111,39 +237,51 @@ def _runs(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _DeviceLanes:
-    """Copies from devices on streams of our own, ordered after the work that made the tensors.
+    """Copies from devices on streams of our own, ordered after the work that made the tensors. Any thread."""
 
-    A chunk with device copies in it is handed on when they are done; while the writer has some, others are in flight.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        # At most half the arena waits here: the rest must be with the writer, or nobody could go on.
-        self._in_flight = arena.chunks // 2 - 1
-        self._host: torch.Tensor | None = None
+    def __init__(self, memory: HostMemory, marks: Mapping[torch.device, torch.cuda.Event]) -> None:
+        self._memory = memory
+        self._marks = marks
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._touched: set[torch.device] = set()
-        self._waiting: list[tuple[Chunk, list[torch.cuda.Event]]] = []
-        self._registered = False
 
     def copy(self, at: int, run: torch.Tensor, done: int, step: int) -> None:
         """Starts the copy of ``step`` bytes from byte ``done`` of ``run`` to byte ``at`` of the arena."""
-        target = self._arena_tensor(run)[at : at + step]
+        target = self._memory.tensor(run.device)[at : at + step]
         # A dimension of size 1 may have any stride, which a view as bytes would not take.
         source = run.as_strided((run.numel(),), (1,)).view(torch.uint8)[done : done + step]
         if run.device.type != "cuda":
             target.copy_(source)
             return
-        stream = self._streams.get(run.device)
-        if stream is None:
-            stream = self._streams[run.device] = torch.cuda.Stream(run.device)
-        # The tensor's last change, or the copy that made it contiguous, may still be queued on the compute stream.
-        stream.wait_stream(torch.cuda.current_stream(run.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        # A temporary made by contiguous() belongs to the compute stream; it must not be reused before this copy.
-        source.record_stream(stream)
+        with torch.cuda.device(run.device):
+            stream = self._streams.get(run.device)
+            if stream is None:
+                stream = self._streams[run.device] = torch.cuda.Stream(run.device)
+                if run.device in self._marks:
+                    stream.wait_event(self._marks[run.device])
+            # What made the tensor contiguous is queued on this thread's own stream.
+            stream.wait_stream(torch.cuda.current_stream(run.device))
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            # A temporary made by contiguous() belongs to that stream; it must not be reused before this copy.
+            source.record_stream(stream)
         self._touched.add(run.device)
+
+    def wait(self) -> None:
+        """Waits for all copies in flight."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+class _ChunkLanes(_DeviceLanes):
+    """A chunk with device copies in it is handed on when they are done; while the writer has some, others are in flight."""
+
+    def __init__(self, arena: Ring, tensors: tuple[Held, ...]) -> None:
+        super().__init__(HostMemory(arena), compute_marks(tensors))
+        self._arena = arena
+        # At most half the arena waits here: the rest must be with the writer, or nobody could go on.
+        self._in_flight = arena.size_bytes // CHUNK_BYTES // 2 - 1
+        self._waiting: list[tuple[Chunk, list[torch.cuda.Event]]] = []
 
     def ready(self, chunk: Chunk) -> Iterator[Chunk]:
         """Takes a filled chunk; hands on those whose copies are done."""
@@ -165,32 +303,14 @@ class _DeviceLanes:
 
     def close(self) -> None:
         """Waits for copies in flight, gives back chunks nobody took, and unregisters the arena."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        self.wait()
         for chunk, _ in self._waiting:
-            self._arena.free.put(chunk.slot)
+            self._arena.release(chunk.at)
         self._waiting = []
-        if self._registered:
-            _cudart().cudaHostUnregister(self._arena.address)
-            self._registered = False
-        self._host = None
+        self._memory.close()
 
     def _take(self) -> Chunk:
         chunk, events = self._waiting.pop(0)
         for event in events:
             event.synchronize()
         return chunk
-
-    def _arena_tensor(self, run: torch.Tensor) -> torch.Tensor:
-        if self._host is None:
-            memory = (ctypes.c_char * self._arena.size_bytes).from_address(self._arena.address)
-            self._host = torch.frombuffer(memory, dtype=torch.uint8)
-            if run.device.type == "cuda":
-                # Pinned memory is what makes the copies asynchronous; without it they are merely slower.
-                status = _cudart().cudaHostRegister(self._arena.address, self._arena.size_bytes, 0)
-                self._registered = int(status) == 0
-        return self._host
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()

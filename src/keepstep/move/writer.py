@@ -1,7 +1,7 @@
 """From the arena to durable shard files. Knows chunks and bytes, not tensors; imports no torch.
 
-In: chunks in file order, as they are filled. Out: a receipt, once every file is durable. The processor fills and hashes
-the next chunk while a few threads write those before it.
+In: the heads of the files, and chunks as they are filled. Out: a receipt, once every file is durable. The processor fills
+and hashes the next chunk while a few threads write those before it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ import numpy as np
 
 from keepstep.format.manifest import FileRecord, Receipt, file_name
 from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, pack_header, seal_header
-from keepstep.move.arena import CHUNK_BYTES, Arena
+from keepstep.move.arena import Arena
 from keepstep.plan.save_plan import FilePlan
 from keepstep.storage.base import Storage, Upload
 
-__all__ = ["WRITER_THREADS", "Chunk", "Origin", "ShardWriter"]
+__all__ = ["WRITER_THREADS", "Chunk", "FileHead", "Origin", "ShardWriter", "file_heads"]
 
 WRITER_THREADS = 4
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """``length`` bytes at ``offset`` of the data section of file ``file``, in chunk ``slot`` of the arena."""
+    """``length`` bytes at ``offset`` of the data section of file ``file``, which lie ``at`` that byte of the arena."""
 
     file: int
     offset: int
     length: int
-    slot: int
+    at: int
+
+
+class FileHead(msgspec.Struct, frozen=True, gc=False):
+    """A file that is to be written: its folder, its header with digests still zero, and the bytes of its data."""
+
+    folder: str
+    header: bytes
+    data_bytes: int
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -39,6 +47,28 @@ class Origin(msgspec.Struct, frozen=True):
     rank: int
 
 
+def file_heads(plans: tuple[FilePlan, ...], origin: Origin) -> tuple[FileHead, ...]:
+    """What a writer has to know of each planned file.
+
+    Raises:
+        UsageError: a file would hold more tensors than a header can list.
+    """
+    return tuple(
+        FileHead(
+            plan.folder,
+            pack_header(
+                tuple(slot.entry for slot in plan.slots),
+                plan.data_bytes,
+                save_id=origin.save_id,
+                step=origin.step,
+                rank=origin.rank,
+            ),
+            plan.data_bytes,
+        )
+        for plan in plans
+    )
+
+
 class ShardWriter:
     """Writes the files of one rank in one save. ``close`` without ``finish`` before it leaves nothing behind.
 
@@ -46,27 +76,21 @@ class ShardWriter:
         StorageError: a file cannot be created; from ``submit`` and ``finish``, the first write that failed.
     """
 
-    def __init__(self, storage: Storage, plans: tuple[FilePlan, ...], *, origin: Origin, arena: Arena) -> None:
+    def __init__(self, storage: Storage, heads: tuple[FileHead, ...], *, origin: Origin, arena: Arena) -> None:
         self._arena = arena
-        self._plans = plans
+        self._heads = heads
         self._origin = origin
         self._failed: Exception | None = None
         self._uploads: list[Upload] = []
         self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="keepstep-write")
-        self._blocks = [block_size(plan.data_bytes) for plan in plans]
+        self._blocks = [block_size(head.data_bytes) for head in heads]
         self._digests = [
-            np.zeros(-(-plan.data_bytes // block), np.uint64) for plan, block in zip(plans, self._blocks, strict=True)
+            np.zeros(-(-head.data_bytes // block), np.uint64) for head, block in zip(heads, self._blocks, strict=True)
         ]
-        self._headers = []
         try:
-            for plan in plans:
-                entries = tuple(slot.entry for slot in plan.slots)
-                header = pack_header(
-                    entries, plan.data_bytes, save_id=origin.save_id, step=origin.step, rank=origin.rank
-                )
-                self._headers.append(header)
-                name = file_name(plan.folder, origin.rank, origin.save_id)
-                self._uploads.append(storage.create(name, len(header) + plan.data_bytes))
+            for head in heads:
+                name = file_name(head.folder, origin.rank, origin.save_id)
+                self._uploads.append(storage.create(name, len(head.header) + head.data_bytes))
         except BaseException:
             self.close()
             raise
@@ -76,9 +100,8 @@ class ShardWriter:
 
         Its place in the arena is free again when it is written, or when this raises.
         """
-        start = chunk.slot * CHUNK_BYTES
         # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it off.
-        data = self._arena.memory[start : start + -(-chunk.length // PAGE_BYTES) * PAGE_BYTES]
+        data = self._arena.memory[chunk.at : chunk.at + -(-chunk.length // PAGE_BYTES) * PAGE_BYTES]
         digests, block = self._digests[chunk.file], self._blocks[chunk.file]
         for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
             digests[index] = digest(data[at : min(at + block, chunk.length)])
@@ -92,12 +115,12 @@ class ShardWriter:
         if self._failed is not None:
             raise self._failed
         files = {}
-        for plan, upload, header, digests in zip(self._plans, self._uploads, self._headers, self._digests, strict=True):
-            sealed = seal_header(header, digests)
-            size = len(sealed) + plan.data_bytes
+        for head, upload, digests in zip(self._heads, self._uploads, self._digests, strict=True):
+            sealed = seal_header(head.header, digests)
+            size = len(sealed) + head.data_bytes
             upload.write_at(0, memoryview(sealed))
             upload.commit(size)
-            files[plan.folder] = FileRecord(self._origin.rank, size, plan.data_bytes, f"{digest(sealed):016x}")
+            files[head.folder] = FileRecord(self._origin.rank, size, head.data_bytes, f"{digest(sealed):016x}")
         return Receipt(self._origin.rank, self._origin.save_id, files)
 
     def close(self) -> None:
@@ -110,9 +133,9 @@ class ShardWriter:
         """On a writer thread. After a failure the rest is only given back, so that nobody waits for a free place."""
         try:
             if self._failed is None:
-                self._uploads[chunk.file].write_at(len(self._headers[chunk.file]) + chunk.offset, data)
+                self._uploads[chunk.file].write_at(len(self._heads[chunk.file].header) + chunk.offset, data)
         except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
             self._failed = err
         finally:
             data.release()
-            self._arena.free.put(chunk.slot)
+            self._arena.release(chunk.at)
