@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from keepstep import errors
 from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, RankFailedError, UsageError
+from keepstep.format.failure import Failure, failure_of
 
 __all__ = ["DEADLINE_S", "Phase", "Ranks"]
 
@@ -35,7 +35,6 @@ GRACE_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.05
 LOOK_S = 0.5
 _AGAIN = "again"
-_SHARED = {cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CheckpointError)}
 
 
 class _Report(msgspec.Struct):
@@ -53,11 +52,7 @@ class _Verdict(msgspec.Struct):
 
     data: bytes = b""
     code: str = ""
-    message: str = ""
-    mismatches: tuple[str, ...] = ()
-    failures: dict[int, str] = {}
-    codes: dict[int, str] = {}
-    missing: tuple[int, ...] = ()
+    failure: Failure | None = None
     call: str = ""
     late: tuple[int, ...] = ()
 
@@ -192,7 +187,7 @@ class Phase:
             self._move_on()
         self._announced = True
         if verdict.code:
-            raise _rebuilt(verdict)
+            raise (verdict.failure or Failure(verdict.code, "")).error()
         return verdict.data
 
     def tell(self, error: BaseException) -> None:
@@ -308,24 +303,7 @@ def _code(error: BaseException) -> str:
 
 def _verdict_of(error: BaseException, call: str) -> _Verdict:
     """How the coordinator's exception is told to the others: as itself where it speaks of all ranks."""
-    if isinstance(error, RankFailedError):
-        return _Verdict(code=error.code, message=error.what, failures=error.failures, codes=error.codes)
-    if isinstance(error, CommitTimeoutError):
-        return _Verdict(code=error.code, message=str(error), missing=error.missing)
-    if isinstance(error, MismatchError):
-        return _Verdict(code=error.code, message=str(error), mismatches=error.mismatches)
-    code = _code(error)
-    if code and code not in ("storage", "staging", "unsafe-value"):
-        return _Verdict(code=code, message=str(error))
-    return _Verdict(code=RankFailedError.code, message=f"{call} failed", failures={0: _text(error)}, codes={0: code})
-
-
-def _rebuilt(verdict: _Verdict) -> CheckpointError:
-    if verdict.code == RankFailedError.code:
-        return RankFailedError(verdict.message, verdict.failures, verdict.codes)
-    if verdict.code == CommitTimeoutError.code:
-        return CommitTimeoutError(verdict.message, verdict.missing)
-    made: CheckpointError = _SHARED[verdict.code](verdict.message)
-    if isinstance(made, MismatchError):
-        made.mismatches = verdict.mismatches
-    return made
+    failure = failure_of(error)
+    if not isinstance(error, CheckpointError) or failure.code in ("storage", "staging", "unsafe-value"):
+        failure = Failure(RankFailedError.code, f"{call} failed", {0: _text(error)}, {0: _code(error)})
+    return _Verdict(code=failure.code, failure=failure)

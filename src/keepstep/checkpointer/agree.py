@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.commit.retention import sweep_failed
+from keepstep.commit.retention import Keep, sweep_failed
 from keepstep.errors import MismatchError, StepExistsError
 from keepstep.format.layout import Structure, fingerprint
 from keepstep.format.manifest import MANIFEST_NAME, Lineage
@@ -42,6 +42,7 @@ class KnownPlan(msgspec.Struct, frozen=True):
 class Attempt:
     """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder.
 
+    There ``keep`` says which steps stay after it, and ``protect`` names some that stay whatever the rules say.
     ``failed_step`` is the step of the attempt before this one when that one failed, else -1.
     """
 
@@ -53,6 +54,8 @@ class Attempt:
     known: KnownPlan | None = None
     deadline_s: float = DEADLINE_S
     failed_step: int = -1
+    keep: Keep | None = None
+    protect: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

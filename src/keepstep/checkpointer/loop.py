@@ -15,8 +15,8 @@ from keepstep.checkpointer.agree import Attempt, KnownPlan
 from keepstep.checkpointer.loading import LoadReport, Options, found_manifest, load_step
 from keepstep.checkpointer.saving import Saved, save_step
 from keepstep.commit.catalog import Found, read_catalog, step_storage
-from keepstep.commit.publish import RUN_NAME, new_incarnation, point_latest, run_of
-from keepstep.commit.retention import Keep, remove_step, sweep_leftovers, to_remove, warn_untidy
+from keepstep.commit.publish import RUN_NAME, new_incarnation, run_of
+from keepstep.commit.retention import Keep, sweep_leftovers, warn_untidy
 from keepstep.errors import (
     CheckpointError,
     ClosedError,
@@ -38,12 +38,11 @@ from keepstep.format.manifest import (
     parse_manifest,
     step_name,
 )
-from keepstep.format.shardfile import digest
-from keepstep.move.arena import Ring
+from keepstep.move.arena import Arena
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.progress import Progress
 from keepstep.state.train_state import TrainState
-from keepstep.storage.base import Closing, Storage, read_blob
+from keepstep.storage.base import Closing
 from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Checkpointer", "Every"]
@@ -126,7 +125,7 @@ class Checkpointer(Closing):
             answer = b"" if posted is None else msgspec.json.encode(self._begin(posted))
             start = msgspec.json.decode(phase.broadcast(answer), type=_Start)
         self._lineage = Lineage(start.run, start.incarnation)
-        self._arena = Ring()
+        self._arena = Arena()
         self._known: KnownPlan | None = None
         self._restored_from: Found | None = None
         self._saved_step = -1
@@ -243,14 +242,14 @@ class Checkpointer(Closing):
             known=self._known,
             deadline_s=self._deadline_s,
             failed_step=self._failed_step,
+            keep=self._keep,
+            protect=() if self._restored_from is None else (self._restored_from.step,),
         )
         self._failed_step = step
         saved, self._known = save_step(self._ranks, place, self._state, attempt, self._arena)
         self._failed_step = -1
         self._saved_step = step
         self._due_s = time.monotonic()
-        if self._ranks.leads:
-            self._settle(place)
         return saved
 
     def close(self) -> None:
@@ -340,18 +339,6 @@ class Checkpointer(Closing):
             posted = phase.gather(b"")
             mine = b"1" if time.monotonic() - self._due_s >= self._every.seconds else b"0"
             return phase.broadcast(mine if posted is not None else None) == b"1"
-
-    def _settle(self, place: Storage) -> None:
-        """After a commit: move the hint, then let old steps go. Failing here loses nothing, so it only warns."""
-        try:
-            raw = read_blob(place, MANIFEST_NAME, 1 << 30)
-            point_latest(self._root, parse_manifest(raw, MANIFEST_NAME), f"{digest(raw):016x}")
-            protect = {self._restored_from.step} if self._restored_from else set()
-            catalog = read_catalog(self._root)
-            for step in to_remove(catalog, self._keep, run=self._lineage.run, protect=protect):
-                remove_step(self._root, step)
-        except StorageError as err:
-            warn_untidy(err)
 
     def _warn(self, text: str) -> None:
         if self._ranks.leads:

@@ -23,8 +23,10 @@ import torch
 
 from keepstep.checkpointer.agree import Agreement, Attempt, KnownPlan, agree
 from keepstep.checkpointer.replicas import replica_details, replica_digests, replicas_differ
-from keepstep.commit.publish import collect_receipts, newest_incarnation, publish
-from keepstep.errors import RankFailedError, UsageError
+from keepstep.commit.conclude import Order, tidy
+from keepstep.commit.publish import commit_step
+from keepstep.commit.retention import warn_untidy
+from keepstep.errors import StorageError, UsageError
 from keepstep.format.manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -37,9 +39,10 @@ from keepstep.format.manifest import (
     Receipt,
     Versions,
 )
-from keepstep.move.arena import ONCE_BYTES, Ring
+from keepstep.format.shardfile import pack_header
+from keepstep.move.arena import ONCE_BYTES, Arena
 from keepstep.move.staging import fill
-from keepstep.move.writer import Origin, ShardWriter, file_heads
+from keepstep.move.writer import FileHead, Origin, ShardWriter
 from keepstep.plan.save_plan import Extra, rank_files
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.capture import Snapshot, capture
@@ -89,12 +92,12 @@ def save(
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
     attempt = Attempt(number, Lineage(run=secrets.token_hex(8)), replace=overwrite, deadline_s=deadline_s)
-    with contextlib.closing(Ring(ONCE_BYTES, warm=False)) as arena:
+    with contextlib.closing(Arena(ONCE_BYTES, warm=False)) as arena:
         return save_step(ranks, path, state, attempt, arena)[0]
 
 
 def save_step(
-    ranks: Ranks, path: Place, state: Mapping[str, Any], attempt: Attempt, arena: Ring
+    ranks: Ranks, path: Place, state: Mapping[str, Any], attempt: Attempt, arena: Arena
 ) -> tuple[Saved, KnownPlan]:
     """One save on all ranks; see ``save`` for what it raises. Also returns the plan, to be ``known`` at the next save."""
     timeline = Timeline()
@@ -114,11 +117,27 @@ def save_step(
             if posted is not None:
                 receipts = [msgspec.json.decode(raw, type=Receipt) for raw in posted]
                 answer = replicas_differ(receipts) if ranks.world > 1 else b""
-                answer = answer or _commit(storage, snapshot, agreed, attempt, receipts)
+                if not answer:
+                    order = order_of(snapshot, agreed, attempt, ranks.world)
+                    manifest, manifest_digest = commit_step(
+                        storage,
+                        order.manifest,
+                        receipts,
+                        replace=order.replace,
+                        run=attempt.root,
+                        leftovers=order.leftovers,
+                    )
+                    total = sum(record.size_bytes for one in receipts for record in one.files.values())
+                    answer = msgspec.json.encode(Saved(storage.url, attempt.step, agreed.save_id, total, 0))
             answer = phase.broadcast(answer)
     if not answer.startswith(b"{"):
         with ranks.phase(f"compare step {attempt.step}", attempt.deadline_s) as phase:
             replica_details(phase, snapshot, agreed.plan.stored, answer.decode())
+    if attempt.root is not None and ranks.leads:
+        try:
+            tidy(attempt.root, order, manifest, manifest_digest)
+        except StorageError as err:
+            warn_untidy(err)
     saved = msgspec.json.decode(answer, type=Saved)
     written = sum(record.size_bytes for record in receipt.files.values())
     return dataclasses.replace(saved, bytes_written=written, seconds=timeline.seconds), plan
@@ -137,7 +156,7 @@ def no_collection() -> Iterator[None]:
 
 
 def _write(
-    storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Ring, timeline: Timeline
+    storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Arena, timeline: Timeline
 ) -> tuple[Receipt, KnownPlan]:
     """This rank's files, durable, and the receipt for them; and the plan with these files, for the next save."""
     extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
@@ -150,7 +169,12 @@ def _write(
     with timeline.span("plan"):
         files = rank_files(stored, ranks.rank, live_index=index, extras=tuple(described), known=agreed.plan.files)
     origin = Origin(agreed.save_id, agreed.step, ranks.rank)
-    with contextlib.closing(ShardWriter(storage, file_heads(files, origin), origin=origin, arena=arena)) as writer:
+    headers = [
+        pack_header(tuple(slot.entry for slot in plan.slots), plan.data_bytes, **msgspec.structs.asdict(origin))
+        for plan in files
+    ]
+    heads = tuple(FileHead(plan.folder, header, plan.data_bytes) for plan, header in zip(files, headers, strict=True))
+    with contextlib.closing(ShardWriter(storage, heads, origin=origin, arena=arena)) as writer:
         with timeline.span("copy"):
             for chunk in fill(files, snapshot.locals, extras, arena, timeline):
                 writer.submit(chunk)
@@ -162,10 +186,8 @@ def _write(
     return receipt, msgspec.structs.replace(agreed.plan, files=files)
 
 
-def _commit(
-    storage: Storage, snapshot: Snapshot, agreed: Agreement, attempt: Attempt, receipts: list[Receipt]
-) -> bytes:
-    """The coordinator's part: from receipts to a step that exists."""
+def order_of(snapshot: Snapshot, agreed: Agreement, attempt: Attempt, world: int) -> Order:
+    """What the coordinator needs to commit this attempt, besides receipts."""
     stored = agreed.plan.stored
     named = {spec.key.partition("/")[0]: spec.folder for spec in stored.tensors}
     elsewhere = {name: Component("", "", 0, 0, folder) for name, folder in named.items()}
@@ -176,7 +198,7 @@ def _commit(
         created=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
         lineage=attempt.lineage,
         metrics=dict(attempt.metrics),
-        world_size=len(receipts),
+        world_size=world,
         versions=Versions(
             VERSION,
             str(torch.__version__),
@@ -191,13 +213,5 @@ def _commit(
         tensors=stored.tensors,
         files={},
     )
-    manifest = collect_receipts(receipts, manifest)
-    total = sum(record.size_bytes for receipt in receipts for record in receipt.files.values())
-    if attempt.root is not None and newest_incarnation(attempt.root) > attempt.lineage.incarnation:
-        # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
-        raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
-    publish(storage, manifest, replace=attempt.replace)
-    if agreed.leftovers:
-        # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
-        storage.delete(agreed.leftovers)
-    return msgspec.json.encode(Saved(storage.url, manifest.step, manifest.save_id, total, 0))
+    in_run = attempt.root is not None
+    return Order(manifest, attempt.replace, agreed.leftovers, in_run, attempt.keep, attempt.protect)

@@ -1,17 +1,18 @@
 """The one place where a step comes into existence.
 
-Everything a step consists of is durable before ``publish`` is called. Putting the manifest in place is the commit; the
+Everything a step consists of is durable before ``commit_step`` is called. Putting the manifest in place is the commit; the
 hint ``latest`` moves after it, and old steps go after that.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from keepstep.errors import CorruptError, StepExistsError, StorageError, UsageError
+from keepstep.errors import CorruptError, RankFailedError, StepExistsError, StorageError, UsageError
 from keepstep.format.layout import Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
@@ -31,10 +32,10 @@ __all__ = [
     "LATEST_NAME",
     "RUN_NAME",
     "collect_receipts",
+    "commit_step",
     "new_incarnation",
     "newest_incarnation",
     "point_latest",
-    "publish",
     "run_of",
 ]
 
@@ -66,23 +67,47 @@ def collect_receipts(receipts: list[Receipt], manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, files={folder: tuple(records) for folder, records in files.items()})
 
 
-def publish(storage: Storage, manifest: Manifest, *, replace: bool) -> str:
-    """Makes the step exist: durable and visible to every reader on return. Returns the manifest's digest.
+def commit_step(
+    storage: Storage,
+    manifest: Manifest,
+    receipts: list[Receipt],
+    *,
+    replace: bool,
+    run: Storage | None,
+    leftovers: Sequence[str],
+) -> tuple[Manifest, str]:
+    """Makes the step exist, durable and visible to every reader on return, and drops what else was in its folder.
+
+    Returns the whole manifest and its digest.
 
     Args:
-        storage: the step's own storage. All files the manifest names are durable there already.
-        manifest: complete, with files.
-        replace: whether a committed manifest may be replaced. Readers then see the old step or the new one, whole.
+        storage: the step's own storage; every file that a receipt names is durable there.
+        manifest: complete but for its files.
+        receipts: one from every rank.
+        replace: whether a committed step may be replaced.
+        run: the storage of the run the step belongs to, or None for a step outside of any run.
+        leftovers: names that were in the step's folder before this attempt.
 
     Raises:
-        StepExistsError: a manifest is in place and ``replace`` is False; it is untouched.
+        CorruptError: the receipts do not cover the plan.
+        RankFailedError: a later start of the job has taken over.
+        StepExistsError: a step is committed there and may not be replaced.
+        StorageError: the manifest could not be put in place.
     """
+    manifest = collect_receipts(receipts, manifest)
+    if run is not None and newest_incarnation(run) > manifest.lineage.incarnation:
+        # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
+        raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
     data = pack_manifest(manifest)
     if replace:
+        # Readers see the old step or the new one, whole.
         storage.put(MANIFEST_NAME, data)
     elif not storage.put_new(MANIFEST_NAME, data):
         raise StepExistsError(f"{storage.url} is already committed; it was left as it is")
-    return f"{digest(data):016x}"
+    if leftovers:
+        # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
+        storage.delete(leftovers)
+    return manifest, f"{digest(data):016x}"
 
 
 def point_latest(storage: Storage, manifest: Manifest, manifest_digest: str) -> None:

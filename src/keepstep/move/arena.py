@@ -23,26 +23,29 @@ __all__ = [
     "CHUNK_BYTES",
     "ONCE_BYTES",
     "Arena",
-    "Ring",
     "bases_of",
-    "free_memory_bytes",
+    "free_bytes",
     "shared_memory",
 ]
 
 CHUNK_BYTES = 1 << 22
 ARENA_BYTES = 1 << 26
+_POPULATE_WRITE = 23
+"""Linux 5.14 and later; elsewhere private memory is written to, and shared memory is left to its first use."""
 ONCE_BYTES = 8 * CHUNK_BYTES
 """For a single save, whose arena is used once. Chosen by measurement, see benchmarks/README.md."""
 
 
 class Arena:
-    """Memory as large as what a rank writes in one save; see ``bases_of`` for where each file's data lies in it.
+    """Page-aligned memory, used as a ring or whole.
 
-    ``memory`` is all of it, ``address`` where it lies (a multiple of the page size), ``size_bytes`` how much it is. Close it
-    at the end; whoever still holds a view of it keeps the memory until the view is released.
+    ``memory`` is all of it, ``address`` where it lies (a multiple of the page size), ``size_bytes`` how much it is. A ring
+    has a queue ``free`` of where the chunks lie that nobody uses: get one, fill it, put it back when it is written. Close
+    the arena at the end; whoever still holds a view of it keeps the memory until the view is released.
 
     Args:
-        size_bytes: how much, rounded up to whole chunks.
+        size_bytes: how much, rounded up to whole chunks; a ring has at least two.
+        ring: whether it is a ring; else see ``bases_of`` for where each file's data lies in it.
         descriptor: shared memory of at least that size to map; -1 for private memory.
         warm: whether to fault it in now.
 
@@ -50,17 +53,15 @@ class Arena:
         StagingError: the memory cannot be had; says how much was asked for and how much is free.
     """
 
-    def __init__(self, size_bytes: int, *, descriptor: int = -1, warm: bool = True) -> None:
-        self.size_bytes = size = max(1, -(-size_bytes // CHUNK_BYTES)) * CHUNK_BYTES
-        flags = (mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) | (
-            getattr(mmap, "MAP_POPULATE", 0) if warm else 0
-        )
+    def __init__(
+        self, size_bytes: int = ARENA_BYTES, *, ring: bool = True, descriptor: int = -1, warm: bool = True
+    ) -> None:
+        self.size_bytes = size = max(2 if ring else 1, -(-size_bytes // CHUNK_BYTES)) * CHUNK_BYTES
+        flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
             self._memory = mmap.mmap(descriptor, size, flags=flags)
         except (OSError, ValueError) as err:
-            raise StagingError(
-                f"no memory for an arena of {size:,} bytes ({free_memory_bytes():,} free): {err}"
-            ) from err
+            raise StagingError(f"no memory for an arena of {size:,} bytes ({free_bytes():,} free): {err}") from err
         with contextlib.suppress(AttributeError, OSError):
             # A child that a data loader forks must neither keep this memory nor be charged for it.
             self._memory.madvise(mmap.MADV_DONTFORK)
@@ -68,10 +69,13 @@ class Arena:
         handle = ctypes.c_char.from_buffer(self._memory)
         self.address = ctypes.addressof(handle)
         del handle
+        if warm:
+            _fault_in(self.address, size, shared=descriptor >= 0)
+        self.free: queue.LifoQueue[int] | None = queue.LifoQueue() if ring else None
+        if self.free is not None:
+            for at in range(0, size, CHUNK_BYTES):
+                self.free.put(at)
         self._closed = False
-
-    def release(self, at: int) -> None:
-        """Says that the bytes of a chunk at ``at`` are no longer needed. Here they stay until the next save."""
 
     def close(self) -> None:
         """Frees the memory. Idempotent."""
@@ -80,20 +84,6 @@ class Arena:
             self.memory.release()
             with contextlib.suppress(BufferError):
                 self._memory.close()
-
-
-class Ring(Arena):
-    """An arena of chunks that are used again and again. ``free`` holds where those lie that nobody uses."""
-
-    def __init__(self, size_bytes: int = ARENA_BYTES, *, warm: bool = True) -> None:
-        super().__init__(max(size_bytes, 2 * CHUNK_BYTES), warm=warm)
-        self.free: queue.LifoQueue[int] = queue.LifoQueue()
-        for at in range(0, self.size_bytes, CHUNK_BYTES):
-            self.free.put(at)
-
-    def release(self, at: int) -> None:
-        """Gives the chunk at ``at`` back."""
-        self.free.put(at)
 
 
 def bases_of(data_bytes: Sequence[int]) -> tuple[list[int], int]:
@@ -117,11 +107,22 @@ def shared_memory(size_bytes: int) -> int:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as err:
         os.close(descriptor)
-        raise StagingError(f"no memory for an arena of {size:,} bytes ({free_memory_bytes():,} free): {err}") from err
+        raise StagingError(f"no memory for an arena of {size:,} bytes ({free_bytes():,} free): {err}") from err
     return descriptor
 
 
-def free_memory_bytes() -> int:
+def _fault_in(address: int, size: int, *, shared: bool) -> None:
+    """Touches every page without changing what is in it; other threads run meanwhile."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None:
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        if madvise(address, size, _POPULATE_WRITE) == 0:
+            return
+    if not shared:
+        ctypes.memset(address, 0, size)
+
+
+def free_bytes() -> int:
     """Bytes this process could still get without swapping: of the machine, and of its control group when that has less."""
     free = 0
     with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as info:  # noqa: PTH123  a kernel file, not a path of ours

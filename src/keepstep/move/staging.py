@@ -11,11 +11,12 @@ import ctypes
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from typing import Any
 
 import torch
 
 from keepstep.format.shardfile import PAGE_BYTES
-from keepstep.move.arena import CHUNK_BYTES, Arena, Ring, bases_of
+from keepstep.move.arena import CHUNK_BYTES, Arena, bases_of
 from keepstep.move.writer import Chunk
 from keepstep.plan.save_plan import FilePlan, Slot
 from keepstep.timeline import Timeline
@@ -157,7 +158,7 @@ def compute_marks(tensors: Iterable[Held]) -> dict[torch.device, torch.cuda.Even
 
 
 def fill(
-    plans: tuple[FilePlan, ...], tensors: tuple[Held, ...], extras: Extras, arena: Ring, timeline: Timeline
+    plans: tuple[FilePlan, ...], tensors: tuple[Held, ...], extras: Extras, arena: Arena, timeline: Timeline
 ) -> Iterator[Chunk]:
     """Copies the bytes of every file into the ring.
 
@@ -169,6 +170,7 @@ def fill(
         timeline: waiting for a free place in the arena is booked as "write": the storage is what it waits for.
     """
     lanes: _ChunkLanes | None = None
+    free: Any = arena.free
     place = -1
     try:
         for file, plan in enumerate(plans):
@@ -181,7 +183,7 @@ def fill(
                     while done < size:
                         if place < 0:
                             with timeline.span("write"):
-                                place, filled = arena.free.get(), 0
+                                place, filled = free.get(), 0
                         step = min(CHUNK_BYTES - filled, size - done)
                         if source:
                             ctypes.memmove(arena.address + place + filled, source + done, step)
@@ -202,7 +204,7 @@ def fill(
             yield from lanes.drain()
     finally:
         if place >= 0:
-            arena.release(place)
+            free.put(place)
         if lanes is not None:
             lanes.close()
 
@@ -276,9 +278,9 @@ class _DeviceLanes:
 class _ChunkLanes(_DeviceLanes):
     """A chunk with device copies in it is handed on when they are done; while the writer has some, others are in flight."""
 
-    def __init__(self, arena: Ring, tensors: tuple[Held, ...]) -> None:
+    def __init__(self, arena: Arena, tensors: tuple[Held, ...]) -> None:
         super().__init__(HostMemory(arena), compute_marks(tensors))
-        self._arena = arena
+        self._free: Any = arena.free
         # At most half the arena waits here: the rest must be with the writer, or nobody could go on.
         self._in_flight = arena.size_bytes // CHUNK_BYTES // 2 - 1
         self._waiting: list[tuple[Chunk, list[torch.cuda.Event]]] = []
@@ -305,7 +307,7 @@ class _ChunkLanes(_DeviceLanes):
         """Waits for copies in flight, gives back chunks nobody took, and unregisters the arena."""
         self.wait()
         for chunk, _ in self._waiting:
-            self._arena.release(chunk.at)
+            self._free.put(chunk.at)
         self._waiting = []
         self._memory.close()
 

@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 
 from keepstep.format.manifest import FileRecord, Receipt, file_name
-from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, pack_header, seal_header
+from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, seal_header
 from keepstep.move.arena import Arena
-from keepstep.plan.save_plan import FilePlan
 from keepstep.storage.base import Storage, Upload
 
-__all__ = ["WRITER_THREADS", "Chunk", "FileHead", "Origin", "ShardWriter", "file_heads"]
+__all__ = ["WRITER_THREADS", "Chunk", "FileHead", "Origin", "ShardWriter"]
 
 WRITER_THREADS = 4
 
@@ -45,28 +44,6 @@ class Origin(msgspec.Struct, frozen=True):
     save_id: str
     step: int
     rank: int
-
-
-def file_heads(plans: tuple[FilePlan, ...], origin: Origin) -> tuple[FileHead, ...]:
-    """What a writer has to know of each planned file.
-
-    Raises:
-        UsageError: a file would hold more tensors than a header can list.
-    """
-    return tuple(
-        FileHead(
-            plan.folder,
-            pack_header(
-                tuple(slot.entry for slot in plan.slots),
-                plan.data_bytes,
-                save_id=origin.save_id,
-                step=origin.step,
-                rank=origin.rank,
-            ),
-            plan.data_bytes,
-        )
-        for plan in plans
-    )
 
 
 class ShardWriter:
@@ -138,4 +115,5 @@ class ShardWriter:
             self._failed = err
         finally:
             data.release()
-            self._arena.release(chunk.at)
+            if self._arena.free is not None:
+                self._arena.free.put(chunk.at)
