@@ -12,7 +12,11 @@
     ├─ StorageError (OSError)               storage            8   the storage refused an operation
     ├─ RankFailedError (RuntimeError)       rank-failed        9   another rank failed; says which and why
     ├─ CommitTimeoutError (TimeoutError)    commit-timeout    10   ranks that did not arrive in time
-    └─ StagingError (MemoryError)           staging           11   no memory for the arena
+    ├─ StagingError (MemoryError)           staging           11   no memory for the arena, or it changed meanwhile
+    ├─ AgentError (ConnectionError)         agent             12   the background agent died or cannot be reached
+    └─ RunOwnedError (RuntimeError)         run-owned         13   another job is writing to this root
+
+Preempted is not an error: it ends a training loop on purpose, after the last step was saved.
 
 A message says, in this order: what failed and where, what was expected and what was found, what is true on disk now,
 and what to do. Low layers raise with what they know; the layer that knows the step and the rank adds it as a note.
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 __all__ = [
+    "AgentError",
     "CheckpointError",
     "ClosedError",
     "CommitTimeoutError",
@@ -30,7 +35,9 @@ __all__ = [
     "DamageWarning",
     "FormatError",
     "MismatchError",
+    "Preempted",
     "RankFailedError",
+    "RunOwnedError",
     "StagingError",
     "StepExistsError",
     "StepNotFoundError",
@@ -186,8 +193,42 @@ class CommitTimeoutError(CheckpointError, TimeoutError):
 
 
 class StagingError(CheckpointError, MemoryError):
-    """There is not enough memory for the arena. The message gives bytes asked, budget and free."""
+    """The copy failed: no memory for the arena (gives bytes asked, budget and free), or a tensor changed meanwhile."""
 
     code = "staging"
     exit_status = 11
-    remedy = "Give a larger budget or free host memory."
+    remedy = (
+        "Give a larger memory_budget_bytes or free host memory. Where a loop changes tensors by hand, call state.fence()"
+        ' before it does, or use staging="block".'
+    )
+
+
+class AgentError(CheckpointError, ConnectionError):
+    """The background agent died, cannot be started, or cannot be reached."""
+
+    code = "agent"
+    exit_status = 12
+    remedy = (
+        "The next save starts a new agent. Look at agent.<host>.log beside the run, and at the memory of the machine;"
+        ' background="thread" needs no agent.'
+    )
+
+
+class RunOwnedError(CheckpointError, RuntimeError):
+    """Another job that is alive on this machine is writing to this root; the message names it."""
+
+    code = "run-owned"
+    exit_status = 13
+    remedy = "Stop the other job, or give this one a root of its own. Nothing was written."
+
+
+class Preempted(Exception):
+    """Training was asked to stop and stands at a step boundary; ``step`` says which, ``saved`` which step is durable.
+
+    Not part of the tree: a loop that goes on after a failed save must not go on after this.
+    """
+
+    def __init__(self, step: int, saved: int | None, reason: str) -> None:
+        self.step = step
+        self.saved = saved
+        super().__init__(reason)

@@ -24,12 +24,15 @@ __all__ = [
     "ONCE_BYTES",
     "Arena",
     "bases_of",
+    "check_budget",
     "free_bytes",
     "shared_memory",
 ]
 
 CHUNK_BYTES = 1 << 22
 ARENA_BYTES = 1 << 26
+BUDGET_SHARE = 0.8
+"""Without a budget of the user's own, arenas may take this share of the memory that is free."""
 _POPULATE_WRITE = 23
 """Linux 5.14 and later; elsewhere private memory is written to, and shared memory is left to its first use."""
 ONCE_BYTES = 8 * CHUNK_BYTES
@@ -109,6 +112,27 @@ def shared_memory(size_bytes: int) -> int:
         os.close(descriptor)
         raise StagingError(f"no memory for an arena of {size:,} bytes ({free_bytes():,} free): {err}") from err
     return descriptor
+
+
+def check_budget(size_bytes: int, budget_bytes: int, held_bytes: int) -> None:
+    """Refuses an arena before it is allocated.
+
+    Args:
+        size_bytes: what is asked for.
+        budget_bytes: what all arenas of this machine may have together; 0 for most of what is free.
+        held_bytes: what they have already.
+
+    Raises:
+        StagingError: names what was asked for, the budget, and what is free.
+    """
+    free = free_bytes()
+    budget = budget_bytes or held_bytes + int(free * BUDGET_SHARE)
+    if held_bytes + size_bytes > budget or (free and size_bytes > free):
+        raise StagingError(
+            f"an arena of {size_bytes:,} bytes was asked for; the budget of this machine is {budget:,} bytes, of which"
+            f" arenas hold {held_bytes:,}; {free:,} bytes of memory are free. Nothing was written, committed steps are"
+            " untouched"
+        )
 
 
 def _fault_in(address: int, size: int, *, shared: bool) -> None:

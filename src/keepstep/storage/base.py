@@ -1,4 +1,6 @@
-"""The storage contract: seven methods, no rename, no flags. ``keepstep.check.contract`` tests any implementation of it.
+"""The storage contract: seven methods (and one that may be done better), no rename, no flags.
+
+``keepstep.check.contract`` tests any implementation of it.
 
 Names are relative, ``/``-separated, and never leave the root (``check_name``). A blob is absent or whole: what was not
 committed is not visible under its name. What ``commit``, ``put`` and ``put_new`` wrote is durable when they return.
@@ -7,16 +9,18 @@ committed is not visible under its name. What ``commit``, ``put`` and ``put_new`
 from __future__ import annotations
 
 import contextlib
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from keepstep.errors import CorruptError
+from keepstep.errors import CorruptError, StorageError
 
 __all__ = ["Blob", "Closing", "Storage", "Subfolder", "Upload", "read_blob"]
 
 Buffer = memoryview
+MAX_LINES_BYTES = 1 << 28
 
 
 class Closing(ABC):
@@ -98,6 +102,19 @@ class Storage(ABC):
     def put_new(self, name: str, data: bytes) -> bool:
         """Writes a small blob whole unless the name is taken; False when it is. Of many callers exactly one gets True."""
 
+    def append_line(self, name: str, line: bytes) -> None:
+        """Adds a line to a blob of lines that only one process writes. It may be lost in a crash, the others are not.
+
+        A storage that can append does better than this, which writes the blob anew.
+        """
+        try:
+            before = read_blob(self, name, MAX_LINES_BYTES)
+        except StorageError as err:
+            if err.errno != errno.ENOENT:
+                raise
+            before = b""
+        self.put(name, before + line)
+
     @abstractmethod
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(name, size in bytes) of every blob below the folder ``prefix`` ("" for all), in any order."""
@@ -134,6 +151,10 @@ class Subfolder(Storage):
     def put_new(self, name: str, data: bytes) -> bool:
         """See Storage."""
         return self._parent.put_new(self._prefix + name, data)
+
+    def append_line(self, name: str, line: bytes) -> None:
+        """See Storage."""
+        self._parent.append_line(self._prefix + name, line)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See Storage."""

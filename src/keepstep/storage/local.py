@@ -70,6 +70,19 @@ class LocalStorage(Storage):
             upload.write_at(0, memoryview(data))
             return upload.commit_new(len(data))
 
+    def append_line(self, name: str, line: bytes) -> None:
+        """One write at the end of the file."""
+        path = self._path(name)
+        try:
+            _make_folders(path.parent)
+            descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as err:
+            raise StorageError("append", name, err) from err
+
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Walks the folder; unfinished files (``.partial``) are listed too, so that they can be swept."""
         # (Of a name below it, so that the folder itself is no link either.)

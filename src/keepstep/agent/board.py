@@ -1,0 +1,315 @@
+"""The coordinator's side of an attempt: who takes part, what has arrived, and the decision, which is made once.
+
+Everything runs in whatever process the coordinator's agent is. Attempts are decided in the order in which they began, so
+that an older step never becomes visible after a newer one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from keepstep.agent.protocol import Begin, Decided, Deliver
+from keepstep.commit.catalog import read_catalog
+from keepstep.commit.conclude import Order, tidy
+from keepstep.commit.publish import commit_step
+from keepstep.commit.records import RankTimes, SaveRecord, append_record, now_text, tails_of
+from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, StorageError
+from keepstep.format.failure import Failure, failure_of, failure_on
+from keepstep.format.manifest import Manifest, Receipt
+from keepstep.storage.base import Storage
+
+__all__ = ["Board", "Place", "memory_bytes"]
+
+REMEMBERED = 64
+TICK_S = 0.2
+_log = logging.getLogger("keepstep")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a step goes: its own storage, and that of the run it belongs to."""
+
+    step: Storage
+    root: Storage | None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    begin: Begin
+    began: float = field(default_factory=time.monotonic)
+    deadline: float = 0.0
+    receipts: dict[int, Receipt] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    times: dict[int, RankTimes] = field(default_factory=dict)
+    replicas: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
+    order: Order | None = None
+    place: Place | None = None
+    background: str = ""
+    staging: str = ""
+    received: float = 0.0
+    decided: Future[Decided] = field(default_factory=Future)
+
+
+class Board:
+    """The attempts that this process coordinates. Any thread; ``close`` leaves undecided what is undecided."""
+
+    def __init__(self) -> None:
+        self.committed = 0
+        self.failed = 0
+        self._attempts: dict[str, _Attempt] = {}
+        self._order: list[str] = []
+        self._changed = threading.Condition()
+        self._seen_runs: set[str] = set()
+        self._closed = False
+        for work in (self._commit_in_order, self._watch_deadlines):
+            threading.Thread(target=work, name=f"keepstep-{work.__name__.strip('_')}", daemon=True).start()
+
+    def open(self, begin: Begin) -> Future[Decided]:
+        """Notes that a rank takes part; the first one opens the attempt. The future holds the decision, never an error."""
+        with self._changed:
+            attempt = self._attempts.get(begin.attempt)
+            if attempt is None:
+                attempt = self._attempts[begin.attempt] = _Attempt(begin)
+                attempt.deadline = attempt.began + begin.deadline_s
+                self._order.append(begin.attempt)
+                for old in self._order[:-REMEMBERED]:
+                    if self._attempts[old].decided.done():
+                        del self._attempts[old]
+                        self._order.remove(old)
+            return attempt.decided
+
+    def receive(self, part: Deliver, place: Place | None = None) -> None:
+        """Takes what became of one rank's part. ``place`` comes with the coordinator's own part, which has the order."""
+        with self._changed:
+            attempt = self._attempts.get(part.attempt)
+            if attempt is None or attempt.decided.done() or part.rank in attempt.receipts:
+                return
+            if part.times is not None:
+                attempt.times[part.rank] = part.times
+            if part.order is not None:
+                attempt.order, attempt.place = part.order, place
+                attempt.background, attempt.staging = part.background, part.staging
+            if part.failure is not None:
+                attempt.failures.setdefault(part.rank, part.failure)
+            elif part.receipt is not None:
+                attempt.receipts[part.rank] = part.receipt
+                attempt.replicas[part.rank] = part.replicas
+            attempt.received = time.monotonic()
+            self._changed.notify_all()
+
+    def open_attempts(self) -> int:
+        """How many attempts are not decided yet."""
+        with self._changed:
+            return sum(not attempt.decided.done() for attempt in self._attempts.values())
+
+    def close(self) -> None:
+        """Stops the threads as soon as they have nothing in hand."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _next(self) -> _Attempt | None:
+        """The oldest undecided attempt, once it can be decided."""
+        for name in self._order:
+            attempt = self._attempts[name]
+            if attempt.decided.done():
+                continue
+            ready = attempt.failures or len(attempt.receipts) == attempt.begin.world
+            return attempt if ready else None
+        return None
+
+    def _commit_in_order(self) -> None:
+        while True:
+            with self._changed:
+                while (attempt := self._next()) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+            try:
+                decided, manifest_digest, manifest = self._decide(attempt)
+            except Exception as err:  # noqa: BLE001  thread entry: whatever it was, every rank hears of it
+                decided, manifest_digest, manifest = _failed(attempt, failure_of(err)), "", None
+            ended = time.monotonic()
+            # Told first, tidied after: nobody has to wait for old steps to go.
+            if not self._tell(attempt, decided):
+                continue
+            if manifest is not None:
+                self._tidy(attempt, manifest, manifest_digest)
+            self._record(attempt, decided, ended)
+
+    def _decide(self, attempt: _Attempt) -> tuple[Decided, str, Manifest | None]:
+        begin, order, place = attempt.begin, attempt.order, attempt.place
+        if attempt.failures:
+            what = f"save of step {begin.step} failed; nothing of it was committed"
+            return _failed(attempt, failure_on(what, attempt.failures, begin.world)), "", None
+        if order is None or place is None:
+            missing = CommitTimeoutError(f"save of step {begin.step}: rank 0 sent no manifest", (0,))
+            return _failed(attempt, failure_of(missing)), "", None
+        differing = _differences(attempt.replicas)
+        if differing:
+            text = (
+                "nothing was committed: tensors that every rank should hold alike differ. Mark them with ks.per_rank if"
+                " each rank has its own, or pass the DistributedDataParallel wrapper if its first rank's buffers are the"
+                " truth:"
+            )
+            return _failed(attempt, failure_of(MismatchError(text, differing))), "", None
+        receipts = [attempt.receipts[rank] for rank in range(begin.world)]
+        manifest, digest = commit_step(
+            place.step,
+            order.manifest,
+            receipts,
+            replace=order.replace,
+            run=place.root if order.in_run else None,
+            leftovers=order.leftovers,
+        )
+        return Decided(begin.attempt, None, manifest.total_bytes), digest, manifest
+
+    def _tidy(self, attempt: _Attempt, manifest: Manifest, digest: str) -> None:
+        order, place = attempt.order, attempt.place
+        if order is None or place is None or place.root is None or not order.in_run:
+            return
+        try:
+            tidy(place.root, order, manifest, digest)
+        except CheckpointError as err:
+            _log.warning("tidying up failed; committed steps are untouched: %s", err)
+
+    def _record(self, attempt: _Attempt, decided: Decided, ended: float) -> None:
+        """One line about the save, in the run's folder and in the log. Failing here loses nothing."""
+        begin, failure = attempt.begin, decided.failure
+        root = attempt.place.root if attempt.place is not None else None
+        if failure is None:
+            self.committed += 1
+            _log.info(
+                "step %d committed: %s bytes, %.3f s", begin.step, f"{decided.total_bytes:,}", ended - attempt.began
+            )
+        else:
+            self.failed += 1
+            newest = _newest(root) if root is not None else ""
+            _log.warning("save of step %d failed: %s %s", begin.step, failure.error(), newest)
+        if root is None or attempt.order is None or not attempt.order.in_run:
+            return
+        record = _record_of(attempt, decided, ended, first=root.url not in self._seen_runs)
+        self._seen_runs.add(root.url)
+        try:
+            append_record(root, record)
+        except (StorageError, OSError) as err:
+            _log.warning("the record of step %d could not be written: %s", begin.step, err)
+
+    def _tell(self, attempt: _Attempt, decided: Decided) -> bool:
+        with self._changed:
+            if attempt.decided.done():
+                return False
+            attempt.decided.set_result(decided)
+            self._changed.notify_all()
+            return True
+
+    def _watch_deadlines(self) -> None:
+        while not self._closed:
+            with self._changed:
+                self._changed.wait(TICK_S)
+                late = [
+                    attempt
+                    for attempt in self._attempts.values()
+                    if not attempt.decided.done() and time.monotonic() > attempt.deadline
+                ]
+            for attempt in late:
+                if self._tell(attempt, _failed(attempt, failure_of(_too_late(attempt)))):
+                    self.failed += 1
+                    _log.warning("save of step %d failed: %s", attempt.begin.step, _too_late(attempt))
+
+
+def _too_late(attempt: _Attempt) -> CommitTimeoutError:
+    begin = attempt.begin
+    missing = [rank for rank in range(begin.world) if rank not in attempt.receipts]
+    if missing:
+        who = ", ".join(map(str, missing))
+        return CommitTimeoutError(
+            f"save of step {begin.step}: nothing came from rank {who} within {begin.deadline_s:g} s (its storage or its"
+            " trainer does not answer). Nothing of this attempt is committed",
+            missing,
+        )
+    return CommitTimeoutError(
+        f"save of step {begin.step}: all ranks were done, but the storage did not finish the commit within"
+        f" {begin.deadline_s:g} s. Whether the step exists shows in `keepstep ls`",
+        (),
+    )
+
+
+def _failed(attempt: _Attempt, failure: Failure) -> Decided:
+    return Decided(attempt.begin.attempt, failure)
+
+
+def _newest(root: Storage) -> str:
+    try:
+        steps = read_catalog(root).steps
+    except CheckpointError:
+        return ""
+    return f"(newest on disk: step {steps[0].step})" if steps else "(no step is on disk)"
+
+
+def _differences(replicas: dict[int, dict[str, dict[str, str]]]) -> list[str]:
+    """Lines about tensors that ranks of a group hold differently, or that one of them does not hold."""
+    problems = []
+    groups: dict[str, dict[int, dict[str, str]]] = {}
+    for rank, by_group in replicas.items():
+        for group, digests in by_group.items():
+            groups.setdefault(group, {})[rank] = digests
+    for members in groups.values():
+        first = min(members)
+        keys = {key: None for digests in members.values() for key in digests}
+        for key in keys:
+            lacking = [rank for rank, digests in members.items() if key not in digests]
+            if lacking:
+                problems.append(f"{key}: rank {lacking[0]} holds it in another way than the others")
+                continue
+            others = [str(rank) for rank in sorted(members) if members[rank][key] != members[first][key]]
+            if others:
+                problems.append(f"{key or 'some tensor'}: values differ across ranks: {', '.join(others)} from {first}")
+    return problems
+
+
+def _record_of(attempt: _Attempt, decided: Decided, ended: float, *, first: bool) -> SaveRecord:
+    begin, failure = attempt.begin, decided.failure
+    ranks = tails_of(attempt.times)
+    stall, staged = ranks.get("stall"), ranks.get("stage")
+    lead = attempt.times.get(0, RankTimes())
+    lineage = attempt.order.manifest.lineage if attempt.order is not None else None
+    durable = ended - attempt.began
+    return SaveRecord(
+        step=begin.step,
+        save_id=begin.attempt,
+        ended=now_text(),
+        outcome="committed" if failure is None else "failed",
+        code=failure.code if failure else "",
+        error=str(failure.error()) if failure else "",
+        run=lineage.run if lineage else "",
+        incarnation=lineage.incarnation if lineage else 0,
+        world=begin.world,
+        bytes=decided.total_bytes,
+        background=attempt.background,
+        staging=attempt.staging,
+        first=first,
+        stall_s=stall.most if stall else 0.0,
+        staged_s=staged.most if staged else 0.0,
+        durable_s=durable,
+        receipts_s=max(0.0, attempt.received - attempt.began),
+        commit_s=max(0.0, ended - attempt.received),
+        bytes_per_s=decided.total_bytes / durable if durable > 0 else 0.0,
+        agent_memory_bytes=memory_bytes(),
+        ranks=ranks,
+        spans=[*lead.spans, ("coordinator", "commit", attempt.received - attempt.began, durable)],
+    )
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process, shared memory left out; 0 where it cannot be told."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123  a kernel file, not a path of ours
+            fields = dict(line.split(":", 1) for line in status)
+        return (int(fields["RssAnon"].split()[0]) + int(fields["RssFile"].split()[0])) << 10
+    except (OSError, KeyError, ValueError):
+        return 0

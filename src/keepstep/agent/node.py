@@ -1,0 +1,141 @@
+"""What one machine knows of agents and owners: where an agent of a run is reached, and which job a run belongs to.
+
+All of it lies in one folder that only this user can enter. A machine is told apart by its network, so that two containers
+which share a temporary folder are two machines. Names are made from the run's root, so every trainer of a run finds the
+same agent, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from keepstep.errors import AgentError, RunOwnedError
+
+__all__ = ["Owner", "agent_log", "agent_names", "lock", "runtime_folder", "socket_path"]
+
+OWNER_PATIENCE_S = 10.0
+
+
+def runtime_folder() -> Path:
+    """The private folder of this user on this machine, made when it is missing.
+
+    Raises:
+        AgentError: it belongs to somebody else, or others can enter it.
+    """
+    base = Path(f"/run/user/{os.getuid()}")
+    folder = base / "keepstep" if base.is_dir() and os.access(base, os.W_OK) else None
+    folder = folder or Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise AgentError(f"{folder} must be a folder of this user that nobody else can enter (mode 0700)")
+    return folder
+
+
+def socket_path(root: str) -> Path:
+    """Where the agent of this root listens on this machine."""
+    return runtime_folder() / f"{_mark(root)}.sock"
+
+
+def agent_names() -> list[Path]:
+    """The sockets of all agents of this user on this machine, living or left behind."""
+    return sorted(runtime_folder().glob(f"{_network()}-*.sock"))
+
+
+def agent_log(root: str) -> Path:
+    """The agent's log, beside the run; in the private folder when the run's folder cannot be written."""
+    folder = Path(root)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder / f"agent.{platform.node()}.log"
+    return runtime_folder() / f"{_mark(root)}.log"
+
+
+@contextlib.contextmanager
+def lock(root: str) -> Iterator[None]:
+    """Held by whoever starts an agent for this root: of several trainers one does, the others then find it."""
+    descriptor = os.open(runtime_folder() / f"{_mark(root)}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Owner:
+    """The right of one job to write to a root, on this machine. Ends with the process, however that ends.
+
+    Jobs on other machines are kept apart by their incarnations: the older one cannot commit any more.
+
+    Raises:
+        RunOwnedError: another living process has it, after a few seconds of patience for one that is dying.
+    """
+
+    _held: ClassVar[dict[str, tuple[int, int]]] = {}
+
+    def __init__(self, root: str, about: str, patience_s: float = OWNER_PATIENCE_S) -> None:
+        self._root = root
+        held = self._held.get(root)
+        if held is not None and held[1] == os.getpid():
+            # The same process again: it does not stand in its own way.
+            self._descriptor = held[0]
+            return
+        path = runtime_folder() / f"{_mark(root)}.owner"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    owner = os.pread(descriptor, 1 << 12, 0).decode(errors="replace").strip() or "unknown"
+                    os.close(descriptor)
+                    raise RunOwnedError(f"{root} belongs to another job that is running: {owner}") from None
+                time.sleep(0.05)
+        note = json.dumps({"pid": os.getpid(), "host": platform.node(), "started": time.time(), "run": about})
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, note.encode(), 0)
+        self._descriptor = descriptor
+        self._held[root] = (descriptor, os.getpid())
+
+    def release(self) -> None:
+        """Gives the right up. Idempotent."""
+        held = self._held.get(self._root)
+        if held is not None and held == (self._descriptor, os.getpid()):
+            del self._held[self._root]
+            os.close(self._descriptor)
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked child: lets go of the parent's rights without taking them from it."""
+        for descriptor, _ in cls._held.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        cls._held.clear()
+
+
+os.register_at_fork(after_in_child=Owner.forget)
+
+
+def _mark(root: str) -> str:
+    return f"{_network()}-{hashlib.blake2s(os.path.realpath(root).encode(), digest_size=8).hexdigest()}"
+
+
+def _network() -> str:
+    try:
+        return f"{Path('/proc/self/ns/net').stat().st_ino:x}"
+    except OSError:
+        return "0"

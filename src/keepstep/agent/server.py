@@ -1,0 +1,347 @@
+"""The agent as a process: ``python -m keepstep.agent.server ROOT``. Started by a trainer, it outlives it.
+
+It owns the arenas, as shared memory that trainers map, so a job that was submitted is finished whatever becomes of the
+trainer. It leaves by itself when no trainer is connected, nothing is left to do, and its linger time is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from keepstep.agent.board import Place, memory_bytes
+from keepstep.agent.hub import Hub
+from keepstep.agent.node import agent_log, lock, socket_path
+from keepstep.agent.protocol import (
+    Abort,
+    ArenaGiven,
+    Begin,
+    Decided,
+    Done,
+    Drain,
+    Hello,
+    Listen,
+    Listening,
+    NeedArena,
+    Refused,
+    Reply,
+    Request,
+    Status,
+    StatusReport,
+    Stop,
+    Submit,
+    ToTrainer,
+    recv_frame,
+    send_frame,
+)
+from keepstep.errors import AgentError, CheckpointError, StagingError, UsageError
+from keepstep.format.failure import failure_of
+from keepstep.move.arena import Arena, check_budget, shared_memory
+from keepstep.storage.base import Subfolder
+from keepstep.storage.local import LocalStorage
+
+__all__ = ["Agent", "main"]
+
+LINGER_S = 60.0
+NICE = 5
+_log = logging.getLogger("keepstep")
+
+
+@dataclass(slots=True)
+class _SharedArena:
+    number: int
+    descriptor: int
+    arena: Arena
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """One connection. ``parts`` are the attempts it has begun and not submitted."""
+
+    connection: socket.socket
+    pid: int = 0
+    rank: int = 0
+    parts: dict[str, Begin] = field(default_factory=dict)
+    arenas: dict[int, _SharedArena] = field(default_factory=dict)
+    busy: dict[int, str] = field(default_factory=dict)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    is_trainer: bool = False
+
+    def send(self, number: int, body: ToTrainer, descriptor: int = -1) -> None:
+        """Sends one reply; a trainer that is gone is noticed by whoever reads from it."""
+        with contextlib.suppress(OSError), self.sending:
+            send_frame(self.connection, Reply(number, body), descriptor)
+
+
+class Agent:
+    """The agent of one root on this machine."""
+
+    def __init__(self, root: str, linger_s: float) -> None:
+        self._root = root
+        self._linger_s = linger_s
+        self._hub = Hub()
+        self._trainers: list[_Trainer] = []
+        self._spare: list[_SharedArena] = []
+        self._lock = threading.Lock()
+        self._connected = 0
+        self._numbers = 0
+        self._started = time.time()
+        self._last_seen = time.monotonic()
+        self._leaving = threading.Event()
+        self._path = socket_path(root)
+        with contextlib.suppress(FileNotFoundError):
+            # The lock is held, and nobody answered: what is there was left by an agent that died.
+            self._path.unlink()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(self._path))
+        self._path.chmod(0o600)
+        self._socket.listen(64)
+
+    def run(self) -> None:
+        """Serves until it is told to leave, or nobody needs it any more."""
+        threading.Thread(target=self._accept, name="keepstep-accept", daemon=True).start()
+        while not self._leaving.wait(min(1.0, self._linger_s / 2)):
+            with self._lock:
+                if self._trainers or self._hub.open_parts():
+                    self._last_seen = time.monotonic()
+            if time.monotonic() - self._last_seen > self._linger_s and self._may_leave():
+                break
+        _log.info("leaving: %d saves committed, %d failed", self._hub.board.committed, self._hub.board.failed)
+
+    def _may_leave(self) -> bool:
+        """Nobody can be about to connect: trainers connect under the lock, and find the socket gone after it."""
+        with lock(self._root), self._lock:
+            if self._connected or select.select([self._socket], [], [], 0)[0]:
+                return False
+            self._path.unlink(missing_ok=True)
+            return True
+
+    def _accept(self) -> None:
+        while True:
+            select.select([self._socket], [], [])
+            with self._lock:
+                connection, _ = self._socket.accept()
+                self._connected += 1
+            uid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            if uid != os.getuid():
+                _log.warning("a process of user %d was refused", uid)
+                connection.close()
+                self._connected -= 1
+                continue
+            trainer = _Trainer(connection)
+            threading.Thread(target=self._serve, args=(trainer,), daemon=True).start()
+
+    def _serve(self, trainer: _Trainer) -> None:
+        with trainer.connection:
+            try:
+                while True:
+                    request, _ = recv_frame(trainer.connection, Request)
+                    self._answer(trainer, request)
+            except EOFError as gone:
+                self._gone(trainer, str(gone))
+            finally:
+                with self._lock:
+                    self._connected -= 1
+
+    def _answer(self, trainer: _Trainer, request: Request) -> None:
+        try:
+            body = self._carry_out(trainer, request)
+        except CheckpointError as err:
+            body = Refused(failure_of(err))
+        except Exception as err:  # noqa: BLE001  one request must not end the agent
+            _log.exception("request %s failed", type(request.body).__name__)
+            body = Refused(failure_of(AgentError(f"{type(err).__name__}: {err}")))
+        if body is not None:
+            trainer.send(request.number, body)
+
+    def _carry_out(self, trainer: _Trainer, request: Request) -> ToTrainer | None:
+        """What to answer now; None when the answer comes by itself."""
+        body = request.body
+        match body:
+            case Hello():
+                trainer.pid, trainer.rank, trainer.is_trainer = body.pid, body.rank, True
+                with self._lock:
+                    self._trainers.append(trainer)
+                return self._report()
+            case NeedArena():
+                self._later(trainer, request.number, partial(self._give_arena, trainer, body))
+                return None
+            case Begin():
+                trainer.parts[body.attempt] = body
+                decided = self._hub.begin(body)
+                decided.add_done_callback(lambda done: self._tell(trainer, done.result()))
+                return Done()
+            case Submit():
+                self._submit(trainer, body)
+                return Done()
+            case Abort():
+                trainer.parts.pop(body.attempt, None)
+                self._hub.abort(body)
+                return Done()
+            case Listen():
+                return Listening(self._hub.listen(body.secret, body.hosts))
+            case Drain():
+                self._later(trainer, request.number, lambda: Done(self._hub.settle(body.timeout_s)))
+                return None
+            case Status():
+                return self._report()
+            case Stop():
+                self._later(trainer, request.number, partial(self._stop, now=body.now))
+                return None
+
+    def _later(self, trainer: _Trainer, number: int, work: Callable[[], ToTrainer | tuple[ToTrainer, int]]) -> None:
+        """Answers when the work is done, on a thread of its own: other requests go on meanwhile."""
+
+        def run() -> None:
+            try:
+                done = work()
+                body, descriptor = done if isinstance(done, tuple) else (done, -1)
+            except CheckpointError as err:
+                body, descriptor = Refused(failure_of(err)), -1
+            trainer.send(number, body, descriptor)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def _stop(self, *, now: bool) -> ToTrainer:
+        left = 0 if now else self._hub.settle(600.0)
+        _log.info("told to leave%s", " at once" if now else "")
+        threading.Timer(0.05, self._leaving.set).start()
+        return Done(left)
+
+    def _give_arena(self, trainer: _Trainer, need: NeedArena) -> tuple[ToTrainer, int]:
+        with self._lock:
+            dropped = trainer.arenas.pop(need.drop, None)
+            if dropped is not None:
+                _free(dropped)
+            fitting = [arena for arena in self._spare if arena.arena.size_bytes >= need.size_bytes]
+            chosen = min(fitting, key=lambda arena: arena.arena.size_bytes, default=None)
+            if chosen is not None:
+                self._spare.remove(chosen)
+                trainer.arenas[chosen.number] = chosen
+                return ArenaGiven(chosen.number, chosen.arena.size_bytes), chosen.descriptor
+            while self._spare:
+                _free(self._spare.pop())
+            held = sum(arena.arena.size_bytes for one in self._trainers for arena in one.arenas.values())
+            check_budget(need.size_bytes, need.budget_bytes, held)
+            self._numbers += 1
+            number = self._numbers
+        descriptor = shared_memory(need.size_bytes)
+        try:
+            arena = Arena(need.size_bytes, ring=False, descriptor=descriptor)
+        except StagingError:
+            os.close(descriptor)
+            raise
+        with self._lock:
+            trainer.arenas[number] = _SharedArena(number, descriptor, arena)
+        return ArenaGiven(number, arena.size_bytes), descriptor
+
+    def _submit(self, trainer: _Trainer, submit: Submit) -> None:
+        shared = trainer.arenas.get(submit.write.arena)
+        begin = trainer.parts.get(submit.attempt)
+        if shared is None or begin is None:
+            raise UsageError(
+                f"attempt {submit.attempt} was not begun here, or arena {submit.write.arena} is not its own"
+            )
+        root = LocalStorage(submit.write.root)
+        place = Place(Subfolder(root, submit.write.folder) if submit.write.folder else root, root)
+        self._hub.submit(submit, place, shared.arena)
+        # From here on the trainer may die.
+        del trainer.parts[submit.attempt]
+        trainer.busy[shared.number] = submit.attempt
+
+    def _tell(self, trainer: _Trainer, decided: Decided) -> None:
+        trainer.send(0, decided)
+
+    def _gone(self, trainer: _Trainer, why: str) -> None:
+        """A trainer has left or died: what it had begun fails, what it had submitted goes on."""
+        if not trainer.is_trainer:
+            return
+        for attempt, begin in list(trainer.parts.items()):
+            lost = AgentError(f"the trainer of rank {begin.rank} (process {trainer.pid}) ended while it was copying")
+            self._hub.abort(Abort(attempt, begin.rank, failure_of(lost)))
+        while any(self._hub.is_writing(attempt, trainer.rank) for attempt in trainer.busy.values()):
+            time.sleep(0.01)
+        _log.info("trainer %d (rank %d) has left: %s", trainer.pid, trainer.rank, why)
+        with self._lock:
+            self._trainers.remove(trainer)
+            self._spare.extend(trainer.arenas.values())
+            trainer.arenas.clear()
+            self._last_seen = time.monotonic()
+
+    def _report(self) -> StatusReport:
+        with self._lock:
+            arenas = [arena for trainer in self._trainers for arena in trainer.arenas.values()] + self._spare
+            return StatusReport(
+                pid=os.getpid(),
+                name=self._hub.name,
+                root=self._root,
+                started=self._started,
+                trainers=tuple(trainer.pid for trainer in self._trainers),
+                jobs=self._hub.status(),
+                arenas_bytes=sum(arena.arena.size_bytes for arena in arenas),
+                memory_bytes=memory_bytes(),
+                committed=self._hub.board.committed,
+                failed=self._hub.board.failed,
+                linger_s=self._linger_s,
+            )
+
+
+def _free(shared: _SharedArena) -> None:
+    shared.arena.close()
+    os.close(shared.descriptor)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the agent of ``arguments[0]``, in the background: the caller's process ends at once.
+
+    Args:
+        arguments: the root, and optionally for how many seconds to linger, and a descriptor to write to when it listens.
+    """
+    root = arguments[0]
+    linger_s = float(arguments[1]) if len(arguments) > 1 else LINGER_S
+    ready = int(arguments[2]) if len(arguments) > 2 else -1
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        # What is meant for the job is not meant for whoever has to finish its last save.
+        signal.signal(name, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    handler = logging.handlers.RotatingFileHandler(agent_log(root), maxBytes=1 << 20, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    try:
+        agent = Agent(root, linger_s)
+        _log.info("agent of %s listens, process %d", root, os.getpid())
+        if ready >= 0:
+            os.write(ready, b"ready")
+            os.close(ready)
+        os.chdir("/")
+        agent.run()
+    except Exception:
+        _log.exception("the agent ends")
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            logging.shutdown()
+    # Threads that a storage never returns to would otherwise keep the process alive.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
