@@ -177,23 +177,26 @@ def play(context: Context, entries: Iterable[Entry]) -> dict[str, list[float]]:
     return seconds
 
 
-def run_question(stages: Mapping[str, tuple[int, Stage]], argv: Sequence[str] | None = None) -> None:
+def run_question(
+    stages: Mapping[str, tuple[int, Stage]], argv: Sequence[str] | None = None, *, rounds: int = 5
+) -> None:
     """The main program of a script.
 
     `stages` maps a name to (number of ranks, function). Stages run in order, each in fresh
     processes, and share one directory; later stages find there what earlier ones left.
+    `rounds` is how many are counted unless asked for otherwise.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--quick", action="store_true", help="smaller sizes; not for bars")
-    parser.add_argument("--rounds", type=int, default=0, help="counted rounds (default 5; quick 3)")
+    parser.add_argument("--rounds", type=int, default=0, help=f"counted rounds (default {rounds}; quick 3)")
     parser.add_argument("--dir", type=Path, default=REPOSITORY, help="where files are written")
     parser.add_argument("--peers-only", action="store_true", help="leave keepstep out")
     parser.add_argument("--only", action="append", choices=list(stages), help="only this stage")
     parser.add_argument("--stage", choices=list(stages), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (3 if args.quick else 5)
+    args.rounds = args.rounds or min(rounds, 3 if args.quick else rounds)
     if args.stage:
         _run_stage(stages[args.stage][1], args)
         return
@@ -218,7 +221,9 @@ def _launch(name: str, ranks: int, directory: Path, args: argparse.Namespace) ->
     command += [str(Path(sys.argv[0]).resolve()), "--stage", name, "--out", str(out)]
     command += ["--dir", str(directory), "--rounds", str(args.rounds)]
     command += ["--quick"] * args.quick + ["--peers-only"] * args.peers_only
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # Processes that the contestants start would else warn, each anew, of packages that torch finds deprecated.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
+    environment = os.environ | quiet | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
     return [Result(**each) for each in json.loads(out.read_text())]
 

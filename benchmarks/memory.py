@@ -40,9 +40,9 @@ def measure(who: str, context: Context) -> list[Result]:
         ("save", lambda: contestant.save(path, state), Bar("<=", arena / MIB + 64, "MiB")),
         ("load", lambda: contestant.load(path, state), Bar("<=", 256, "MiB")),
     ):
-        base = _reset_high_water()
+        base = reset_high_water()
         work()
-        peak = _status("VmHWM") - base
+        peak = status("VmHWM") - base
         found.append(
             result(
                 f"memory beyond the state, {kind} {size / GIB:g} GiB: {who}",
@@ -61,13 +61,13 @@ def _arena_bytes() -> int:
     return ARENA_BYTES
 
 
-def _reset_high_water() -> int:
+def reset_high_water() -> int:
     """Start a new high-water mark; the resident bytes it starts from."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -23,8 +23,17 @@ REPOSITORY = HERE.parent
 ENVIRONMENT = REPOSITORY / ".venv-bench"
 PYTHON = ENVIRONMENT / "bin" / "python"
 LATEST = HERE / "results" / "latest.json"
-QUESTIONS = ["save_throughput", "load_throughput", "reshard", "many_tensors", "planning", "memory", "overhead"]
-MEASURED = ["keepstep", "torch", "torch_checkpointing", "numpy", "xxhash", "msgspec"]
+QUESTIONS = [
+    "save_throughput",
+    "load_throughput",
+    "reshard",
+    "many_tensors",
+    "planning",
+    "memory",
+    "overhead",
+    "async_saves",
+]
+MEASURED = ["keepstep", "torch", "torch_checkpointing", "nvidia-resiliency-ext", "numpy", "xxhash", "msgspec"]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
