@@ -9,6 +9,7 @@ they need (`staged`) and were durable (`durable`). Peers run as their documentat
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -359,6 +360,10 @@ class KeepstepAsync:
             command = Path(sys.executable).with_name("keepstep")
             subprocess.run([command, "agent", "stop", self.root], check=True, stdout=subprocess.DEVNULL)
         self.context.barrier()
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the run's own records say about its saves, oldest first."""
+        return [json.loads(line) for line in (self.root / "saves.jsonl").read_text().splitlines()]
 
 
 def peers(context: Context) -> list[AsyncContestant]:

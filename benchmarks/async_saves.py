@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from async_contestants import AsyncContestant, DcpAsync, KeepstepAsync, TorchCheckpointingAsync, peers
@@ -20,7 +20,7 @@ from contestants import local_tensor
 from harness import MIB, Bar, Context, Entry, Result, median_ratio, play, remove, result, run_question
 from memory import reset_high_water, status
 from rawio import RawLimit
-from training import Step, Trainer, one_rank_group
+from training import Step, Trainer, process_group
 
 SAVES, OWN_SAVES = 3, 10  # in a loop among peers; in one of keepstep's own, where the tenth save is wanted
 EVERY = {1: 6, 2: 2}  # steps from one save to the next, by ranks: about as long as the slowest peer's saves take
@@ -40,8 +40,8 @@ class Loop:
     """For each save: from the call to the moment it was durable on all ranks."""
     writing: list[float]
     """Seconds of the steps during which a save was being written."""
-    steps: list[Step]
-    """Of the first rank."""
+    stalls: list[float]
+    """What keepstep's own records say about the time for which training stood still."""
 
 
 # --------------------------------------------------------------------------- among the peers
@@ -49,7 +49,7 @@ class Loop:
 
 def among_peers(context: Context) -> list[Result]:
     """All contestants in turn, with loops without saves in between."""
-    with one_rank_group(context):
+    with process_group(context):
         trainer = Trainer(context)
         others = peers(context)
         ours = [] if context.peers_only else [KeepstepAsync(context)]
@@ -155,7 +155,7 @@ def _inflation_rows(what: str, inflation: dict[str, list[float]], others: Sequen
 
 def alone(context: Context) -> list[Result]:
     """What has limits of its own: a copy in memory, the storage, the first save against the tenth, the agent."""
-    with one_rank_group(context):
+    with process_group(context):
         trainer = Trainer(context)
         what = f"train on {context.world} rank" + ("s" if context.world > 1 else "")
         copy = WarmCopy(trainer)
@@ -216,6 +216,10 @@ def _staging_rows(context: Context, what: str, trainer: Trainer, copy: WarmCopy)
         _ratio_row(f"{what}: training thread blocked: keepstep, overlap", overlap, steps, "a step", Bar("<=", 0.02)),
     ]
     for mode, own in loops.items():
+        recorded = [statistics.median(loop.stalls) for loop in own]
+        name = f"{what}: training thread blocked: keepstep, {mode}, by its records"
+        rows.append(_ratio_row(name, recorded, blocked[mode], "seen from outside"))
+    for mode, own in loops.items():
         for kind in ("blocked_s", "durable_s"):
             first, tenth = ([getattr(loop, kind)[index] for loop in own] for index in (0, -1))
             name = f"{what}: first save, {kind.removesuffix('_s')}: keepstep, {mode}"
@@ -274,7 +278,7 @@ def _agent_rows(context: Context, what: str) -> list[Result]:
     return [result(name, statistics.median(seconds), "s", bar=Bar("<", 0.5, "s"))]
 
 
-def _ratio_row(name: str, ours: list[float], theirs: list[float], against: str, bar: Bar) -> Result:
+def _ratio_row(name: str, ours: list[float], theirs: list[float], against: str, bar: Bar | None = None) -> Result:
     return result(name, statistics.median(ours), "s", against=against, ratio=median_ratio(ours, theirs), bar=bar)
 
 
@@ -292,7 +296,7 @@ def memory(who: str, context: Context) -> list[Result]:
     """The peak of the trainer's resident memory with saves, less the peak without."""
     if who == "keepstep" and context.peers_only:
         return []
-    with one_rank_group(context):
+    with process_group(context):
         trainer = Trainer(context)
         each = MEMORY[who](context)
         reset_high_water()
@@ -329,6 +333,8 @@ def _loop_with(trainer: Trainer, each: AsyncContestant, *, saves: int, every: in
             time.sleep(0.001)
         loop = _merge(context, each, steps, ended, every)
         each.close()
+        if isinstance(each, KeepstepAsync):
+            loop = replace(loop, stalls=[record["stall_s"] for record in each.records()])
     context.alone(lambda: remove(root))
     return loop
 
@@ -345,7 +351,7 @@ def _merge(context: Context, each: AsyncContestant, steps: list[Step], ended: fl
         done = max(own[save] for own in all_durable)
         durable.append(done - min(own[save * every].began for own in all_steps))
         writing += _steps_within(all_steps[0], max(own[save] for own in all_staged), done)
-    return Loop(max(all_ended) - min(own[0].began for own in all_steps), blocked, durable, writing, steps)
+    return Loop(max(all_ended) - min(own[0].began for own in all_steps), blocked, durable, writing, [])
 
 
 def _steps_within(steps: list[Step], begin: float, end: float) -> list[float]:
