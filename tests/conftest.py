@@ -62,3 +62,14 @@ def rank_pool() -> Iterator[RankPool]:
     """``rank_pool(n)(fn, *args, timeout_s=60)``: results of ``fn(rank, *args)`` on n real ranks, kept warm."""
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def _no_agents_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Agents of a test's runs end with the test; by themselves they would stay for a minute."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if folder is not None:
+        from tests.helpers.agents import stop_agents
+
+        stop_agents(folder)

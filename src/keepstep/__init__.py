@@ -10,9 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keepstep.checkpointer import Checkpointer, Every, LoadReport, Saved, load, open, save
+    from keepstep.checkpointer import (
+        Checkpointer,
+        Every,
+        LoadReport,
+        Pending,
+        Preempt,
+        Saved,
+        async_save,
+        load,
+        open,
+        save,
+    )
     from keepstep.checkpointer.opened import Checkpoint
     from keepstep.commit.retention import Keep
+    from keepstep.errors import Preempted
     from keepstep.format.manifest import VERSION as __version__
     from keepstep.format.registry import register
     from keepstep.state import TrainState, per_rank, sharded
@@ -27,9 +39,13 @@ __all__ = [
     "LoadReport",
     "LocalStorage",
     "MemoryStorage",
+    "Pending",
+    "Preempt",
+    "Preempted",
     "Saved",
     "TrainState",
     "__version__",
+    "async_save",
     "errors",
     "load",
     "open",
@@ -47,9 +63,13 @@ _HOMES = {
     "LoadReport": "keepstep.checkpointer",
     "LocalStorage": "keepstep.storage.local",
     "MemoryStorage": "keepstep.storage.memory",
+    "Pending": "keepstep.checkpointer",
+    "Preempt": "keepstep.checkpointer",
+    "Preempted": "keepstep.errors",
     "Saved": "keepstep.checkpointer",
     "TrainState": "keepstep.state",
     "__version__": "keepstep.format.manifest",
+    "async_save": "keepstep.checkpointer",
     "load": "keepstep.checkpointer",
     "open": "keepstep.checkpointer",
     "per_rank": "keepstep.state",

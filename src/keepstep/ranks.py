@@ -68,6 +68,7 @@ class Ranks:
     world: int
     _store: Any
     _thread: int = field(default_factory=threading.get_ident)
+    _group: Any = None
 
     @property
     def leads(self) -> bool:
@@ -83,7 +84,45 @@ class Ranks:
         with contextlib.suppress(RuntimeError):
             # A connection of our own: a long wait on the shared one would block whoever else uses it.
             store = store.clone()
-        return cls(dist.get_rank(), dist.get_world_size(), store)
+        return cls(dist.get_rank(), dist.get_world_size(), store, _group=dist.group.WORLD)
+
+    def is_same_group(self, other: Ranks) -> bool:
+        """Whether both were made while the same process group was the default one, on the same thread."""
+        return self._group is other._group and self._thread == other._thread
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has posted under this key. Like the four below: for news outside of phases, by any rank."""
+        return bool(self._store.check([key]))
+
+    def post(self, key: str, value: bytes) -> None:
+        """Posts a value under a key, for all ranks."""
+        self._store.set(key, value)
+
+    def read(self, key: str) -> bytes:
+        """What was posted under a key; ask ``has`` or ``wait`` first."""
+        return bytes(self._store.get(key))
+
+    def count(self, key: str, more: int) -> int:
+        """Adds to a counter that all ranks share; returns what it is then. Additions have one order for all."""
+        return int(self._store.add(key, more))
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Waits until something is posted under a key; whether it was."""
+        end, pause_s = time.monotonic() + seconds, FIRST_PAUSE_S
+        # Asked again and again rather than waited for: a wait that ends too early is logged as a fault of the network.
+        while not self._store.check([key]):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+        return True
+
+    def hosts(self) -> tuple[str, ...]:
+        """Names by which the machine may be known to the others: the one under which they all reach the store."""
+        store = self._store
+        while store is not None and not hasattr(store, "host"):
+            store = getattr(store, "underlying_store", None)
+        return (str(store.host),) if store is not None else ()
 
     @contextlib.contextmanager
     def phase(self, call: str, deadline_s: float = DEADLINE_S) -> Iterator[Phase]:

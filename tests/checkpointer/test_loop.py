@@ -152,7 +152,7 @@ def test_what_is_kept(tmp_path):
 def test_the_only_step_survives_a_save_that_fails(operation, name, tmp_path):
     state = run()
     storage = Watched(tmp_path)
-    with ks.Checkpointer(storage, state, keep=ks.Keep(last=1)) as ckpt:
+    with ks.Checkpointer(storage, state, keep=ks.Keep(last=1), background="off") as ckpt:
         advance(state, ckpt, 1)
         ckpt.save()
         advance(state, ckpt, 1)
@@ -187,7 +187,7 @@ def test_retention_runs_after_the_commit(tmp_path):
 def test_tidying_up_that_fails_loses_nothing(tmp_path):
     storage = Watched(tmp_path)
     state = run()
-    with ks.Checkpointer(storage, state, every=ks.Every(steps=1), keep=ks.Keep(last=1)) as ckpt:
+    with ks.Checkpointer(storage, state, every=ks.Every(steps=1), keep=ks.Keep(last=1), background="off") as ckpt:
         advance(state, ckpt, 1)
         storage.before = failing("delete", code=errno.EACCES)
         with pytest.warns(UserWarning, match="tidying up failed; committed steps are untouched: delete of"):
@@ -432,7 +432,7 @@ def test_a_state_that_does_not_fit_is_an_error_and_no_reason_to_fall_back(tmp_pa
 def test_a_save_that_failed_is_not_a_step_and_lower_ones_are_accepted_after_a_rollback(tmp_path):
     storage = Watched(tmp_path)
     state = run()
-    with ks.Checkpointer(storage, state) as ckpt:
+    with ks.Checkpointer(storage, state, background="off") as ckpt:
         state.progress.step = 10
         ckpt.save()
         state.progress.step = 20
@@ -503,9 +503,9 @@ def test_saves_in_a_row_hold_what_was_there_at_each(tmp_path):
 
 def test_an_older_start_of_the_job_may_not_commit_any_more(tmp_path):
     old = run()
-    with ks.Checkpointer(tmp_path, old) as ckpt:
+    with ks.Checkpointer(tmp_path, old, background="off") as ckpt:
         advance(old, ckpt, 1)
-        with ks.Checkpointer(tmp_path, run(1)):
+        with ks.Checkpointer(tmp_path, run(1), background="off"):
             with pytest.raises(ks.errors.RankFailedError, match="a later incarnation of this run has started"):
                 ckpt.save()
             assert steps_in(tmp_path) == []
@@ -515,10 +515,13 @@ def test_an_older_start_of_the_job_may_not_commit_any_more(tmp_path):
 def test_a_first_save_that_failed_and_was_cleaned_up_leaves_a_fresh_root(tmp_path):
     storage = Watched(tmp_path, failing("write"))
     state = run()
-    with ks.Checkpointer(storage, state, every=ks.Every(steps=1)) as ckpt, pytest.raises(ks.errors.StorageError):
+    with (
+        ks.Checkpointer(storage, state, every=ks.Every(steps=1), background="off") as ckpt,
+        pytest.raises(ks.errors.StorageError),
+    ):
         advance(state, ckpt, 1)
     state = run()
-    with ks.Checkpointer(tmp_path, state, every=ks.Every(steps=1)) as ckpt:
+    with ks.Checkpointer(tmp_path, state, every=ks.Every(steps=1), background="off") as ckpt:
         assert ckpt.restore().fresh
         assert advance(state, ckpt, 1) == [1]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from keepstep.agent.protocol import Begin, Decided, Deliver
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.conclude import Order, tidy
-from keepstep.commit.publish import commit_step
+from keepstep.commit.publish import commit_step, point_latest
 from keepstep.commit.records import RankTimes, SaveRecord, append_record, now_text, tails_of
 from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, StorageError
 from keepstep.format.failure import Failure, failure_of, failure_on
@@ -51,6 +51,7 @@ class _Attempt:
     background: str = ""
     staging: str = ""
     received: float = 0.0
+    settled: bool = False
     decided: Future[Decided] = field(default_factory=Future)
 
 
@@ -106,6 +107,13 @@ class Board:
         with self._changed:
             return sum(not attempt.decided.done() for attempt in self._attempts.values())
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until everything that was decided has been tidied up after too; whether it was."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(one.settled for one in self._attempts.values() if one.decided.done()), timeout_s
+            )
+
     def close(self) -> None:
         """Stops the threads as soon as they have nothing in hand."""
         with self._changed:
@@ -129,26 +137,45 @@ class Board:
                     if self._closed:
                         return
                     self._changed.wait()
-            try:
-                decided, manifest_digest, manifest = self._decide(attempt)
-            except Exception as err:  # noqa: BLE001  thread entry: whatever it was, every rank hears of it
-                decided, manifest_digest, manifest = _failed(attempt, failure_of(err)), "", None
-            ended = time.monotonic()
-            # Told first, tidied after: nobody has to wait for old steps to go.
-            if not self._tell(attempt, decided):
-                continue
-            if manifest is not None:
-                self._tidy(attempt, manifest, manifest_digest)
-            self._record(attempt, decided, ended)
+            self._end(attempt)
 
-    def _decide(self, attempt: _Attempt) -> tuple[Decided, str, Manifest | None]:
+    def _end(self, attempt: _Attempt) -> None:
+        """Commits an attempt or fails it, tells everybody, and tidies up."""
+        manifest, digest = None, ""
+        try:
+            failure, manifest, digest = self._decide(attempt)
+        except Exception as err:  # noqa: BLE001  thread entry: whatever it was, every rank hears of it
+            failure = failure_of(err)
+        root = attempt.place.root if attempt.place is not None else None
+        in_run = attempt.order is not None and attempt.order.in_run
+        try:
+            if manifest is not None and root is not None and in_run:
+                point_latest(root, manifest, digest)
+        except CheckpointError as err:
+            _log.warning("the hint could not be moved to step %d: %s", manifest.step if manifest else -1, err)
+        ended = time.monotonic()
+        decided = Decided(attempt.begin.attempt, failure, manifest.total_bytes if manifest is not None else 0)
+        # Told before old steps go: nobody has to wait for that.
+        if self._tell(attempt, decided):
+            try:
+                if manifest is not None and root is not None and in_run and attempt.order is not None:
+                    tidy(root, attempt.order, manifest)
+            except CheckpointError as err:
+                _log.warning("tidying up failed; committed steps are untouched: %s", err)
+            self._record(attempt, decided, ended)
+        with self._changed:
+            attempt.settled = True
+            self._changed.notify_all()
+
+    def _decide(self, attempt: _Attempt) -> tuple[Failure | None, Manifest | None, str]:
         begin, order, place = attempt.begin, attempt.order, attempt.place
         if attempt.failures:
-            what = f"save of step {begin.step} failed; nothing of it was committed"
-            return _failed(attempt, failure_on(what, attempt.failures, begin.world)), "", None
+            newest = _newest(place.root) if place is not None and place.root is not None else ""
+            what = f"save of step {begin.step} failed; nothing of it was committed{newest}"
+            return failure_on(what, attempt.failures, begin.world), None, ""
         if order is None or place is None:
             missing = CommitTimeoutError(f"save of step {begin.step}: rank 0 sent no manifest", (0,))
-            return _failed(attempt, failure_of(missing)), "", None
+            return failure_of(missing), None, ""
         differing = _differences(attempt.replicas)
         if differing:
             text = (
@@ -156,7 +183,7 @@ class Board:
                 " each rank has its own, or pass the DistributedDataParallel wrapper if its first rank's buffers are the"
                 " truth:"
             )
-            return _failed(attempt, failure_of(MismatchError(text, differing))), "", None
+            return failure_of(MismatchError(text, differing)), None, ""
         receipts = [attempt.receipts[rank] for rank in range(begin.world)]
         manifest, digest = commit_step(
             place.step,
@@ -166,16 +193,7 @@ class Board:
             run=place.root if order.in_run else None,
             leftovers=order.leftovers,
         )
-        return Decided(begin.attempt, None, manifest.total_bytes), digest, manifest
-
-    def _tidy(self, attempt: _Attempt, manifest: Manifest, digest: str) -> None:
-        order, place = attempt.order, attempt.place
-        if order is None or place is None or place.root is None or not order.in_run:
-            return
-        try:
-            tidy(place.root, order, manifest, digest)
-        except CheckpointError as err:
-            _log.warning("tidying up failed; committed steps are untouched: %s", err)
+        return None, manifest, digest
 
     def _record(self, attempt: _Attempt, decided: Decided, ended: float) -> None:
         """One line about the save, in the run's folder and in the log. Failing here loses nothing."""
@@ -189,7 +207,7 @@ class Board:
         else:
             self.failed += 1
             newest = _newest(root) if root is not None else ""
-            _log.warning("save of step %d failed: %s %s", begin.step, failure.error(), newest)
+            _log.warning("save of step %d failed: %s%s", begin.step, failure.error(), newest)
         if root is None or attempt.order is None or not attempt.order.in_run:
             return
         record = _record_of(attempt, decided, ended, first=root.url not in self._seen_runs)
@@ -217,7 +235,8 @@ class Board:
                     if not attempt.decided.done() and time.monotonic() > attempt.deadline
                 ]
             for attempt in late:
-                if self._tell(attempt, _failed(attempt, failure_of(_too_late(attempt)))):
+                if self._tell(attempt, Decided(attempt.begin.attempt, failure_of(_too_late(attempt)))):
+                    attempt.settled = True
                     self.failed += 1
                     _log.warning("save of step %d failed: %s", attempt.begin.step, _too_late(attempt))
 
@@ -239,16 +258,12 @@ def _too_late(attempt: _Attempt) -> CommitTimeoutError:
     )
 
 
-def _failed(attempt: _Attempt, failure: Failure) -> Decided:
-    return Decided(attempt.begin.attempt, failure)
-
-
 def _newest(root: Storage) -> str:
     try:
         steps = read_catalog(root).steps
     except CheckpointError:
         return ""
-    return f"(newest on disk: step {steps[0].step})" if steps else "(no step is on disk)"
+    return f" (newest on disk: step {steps[0].step})" if steps else " (no step is on disk)"
 
 
 def _differences(replicas: dict[int, dict[str, dict[str, str]]]) -> list[str]:

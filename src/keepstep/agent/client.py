@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import keepstep
 from keepstep.agent.board import Place
 from keepstep.agent.hub import Hub
 from keepstep.agent.node import agent_log, lock, socket_path
@@ -355,7 +354,7 @@ def _connect(path: Path) -> socket.socket | None:
 def _connect_or_start(root: str, linger_s: float) -> socket.socket:
     path = socket_path(root)
     # Under the lock, so that an agent that is about to leave is either found or gone.
-    with lock(root):
+    with lock():
         connection = _connect(path)
         if connection is None:
             _start(root, linger_s)
@@ -369,7 +368,7 @@ def _start(root: str, linger_s: float) -> None:
     ours, theirs = os.pipe()
     log = agent_log(root)
     # The package may come from a path that only this process knows; numerical libraries need no threads there.
-    paths = [str(Path(keepstep.__file__).parent.parent), *filter(None, sys.path)]
+    paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     script = f"import sys; sys.path[:0] = {paths!r}; from keepstep.agent.server import main; main(sys.argv[1:])"
     try:
         with log.open("ab") as stream:

@@ -113,6 +113,7 @@ class Hub:
                 parts = list(self._parts.values())
             left = [part for part in parts if part.state in ("writing", "written") and not part.decided.done()]
             if not left or time.monotonic() >= end:
+                self.board.settle(max(0.0, end - time.monotonic()))
                 return len(left)
             with contextlib.suppress(TimeoutError):
                 left[0].decided.result(max(0.0, end - time.monotonic()))

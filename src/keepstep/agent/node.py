@@ -64,9 +64,9 @@ def agent_log(root: str) -> Path:
 
 
 @contextlib.contextmanager
-def lock(root: str) -> Iterator[None]:
-    """Held by whoever starts an agent for this root: of several trainers one does, the others then find it."""
-    descriptor = os.open(runtime_folder() / f"{_mark(root)}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+def lock() -> Iterator[None]:
+    """Held by whoever starts an agent, and by one that is about to leave: whoever comes finds it, or finds it gone."""
+    descriptor = os.open(runtime_folder() / f"{_network()}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -85,37 +85,47 @@ class Owner:
 
     _held: ClassVar[dict[str, tuple[int, int]]] = {}
 
-    def __init__(self, root: str, about: str, patience_s: float = OWNER_PATIENCE_S) -> None:
+    def __init__(self, root: str, patience_s: float = OWNER_PATIENCE_S) -> None:
         self._root = root
+        self._path = runtime_folder() / f"{_mark(root)}.owner"
+        owner = ""
         held = self._held.get(root)
         if held is not None and held[1] == os.getpid():
             # The same process again: it does not stand in its own way.
             self._descriptor = held[0]
             return
-        path = runtime_folder() / f"{_mark(root)}.owner"
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         end = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    owner = os.pread(descriptor, 1 << 12, 0).decode(errors="replace").strip() or "unknown"
-                    os.close(descriptor)
-                    raise RunOwnedError(f"{root} belongs to another job that is running: {owner}") from None
-                time.sleep(0.05)
-        note = json.dumps({"pid": os.getpid(), "host": platform.node(), "started": time.time(), "run": about})
+        while (descriptor := self._try()) is None:
+            if time.monotonic() >= end:
+                with contextlib.suppress(OSError):
+                    owner = self._path.read_text(errors="replace").strip()
+                raise RunOwnedError(f"{root} belongs to another job that is running: {owner or 'unknown'}")
+            time.sleep(0.05)
+        note = json.dumps({"pid": os.getpid(), "host": platform.node(), "started": time.time()})
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, note.encode(), 0)
         self._descriptor = descriptor
         self._held[root] = (descriptor, os.getpid())
+
+    def _try(self) -> int | None:
+        """The lock, or None while somebody else has it."""
+        descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it may have removed the file since it was opened: then this is a lock on nothing.
+            if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+        return None
 
     def release(self) -> None:
         """Gives the right up. Idempotent."""
         held = self._held.get(self._root)
         if held is not None and held == (self._descriptor, os.getpid()):
             del self._held[self._root]
+            self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
 
     @classmethod

@@ -118,11 +118,12 @@ class Agent:
                     self._last_seen = time.monotonic()
             if time.monotonic() - self._last_seen > self._linger_s and self._may_leave():
                 break
+        self._path.unlink(missing_ok=True)
         _log.info("leaving: %d saves committed, %d failed", self._hub.board.committed, self._hub.board.failed)
 
     def _may_leave(self) -> bool:
         """Nobody can be about to connect: trainers connect under the lock, and find the socket gone after it."""
-        with lock(self._root), self._lock:
+        with lock(), self._lock:
             if self._connected or select.select([self._socket], [], [], 0)[0]:
                 return False
             self._path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.commit.retention import Keep, sweep_failed
-from keepstep.errors import MismatchError, StepExistsError
+from keepstep.errors import MismatchError, RankFailedError, StepExistsError
 from keepstep.format.layout import Structure, fingerprint
 from keepstep.format.manifest import MANIFEST_NAME, Lineage
 from keepstep.format.objects import decode, encode
@@ -24,7 +24,7 @@ from keepstep.state.capture import Snapshot
 from keepstep.state.merge import merge_trees
 from keepstep.storage.base import Storage
 
-__all__ = ["Agreement", "Attempt", "KnownPlan", "agree"]
+__all__ = ["Agreement", "Attempt", "KnownPlan", "Ready", "agree"]
 
 
 class KnownPlan(msgspec.Struct, frozen=True):
@@ -36,6 +36,19 @@ class KnownPlan(msgspec.Struct, frozen=True):
     fingerprint: str
     stored: Structure
     files: tuple[FilePlan, ...] = ()
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What a rank says of its saves in the background: whether it can take one more, who does its work, what has failed.
+
+    ``failed`` counts failures in a row and ``failure`` is the last one; more than ``tolerated`` end the training.
+    """
+
+    busy: bool = False
+    agent: str = ""
+    failed: int = 0
+    failure: str = ""
+    tolerated: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +69,14 @@ class Attempt:
     failed_step: int = -1
     keep: Keep | None = None
     protect: tuple[int, ...] = ()
+    ready: Ready = field(default_factory=Ready)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """The plan all ranks follow. ``live_index`` is None when stored and live tensors have the same order.
 
+    ``skip`` says that some rank is busy, so that nobody saves; ``agents`` are the names of those at work, by rank.
     ``leftovers`` (on the coordinator) are names that were in the step's folder before this attempt.
     """
 
@@ -72,6 +87,8 @@ class Agreement:
     aliases: Mapping[str, str]
     live_index: dict[str, int] | None
     leftovers: tuple[str, ...]
+    skip: bool = False
+    agents: tuple[str, ...] = ()
 
 
 class _Entry(msgspec.Struct):
@@ -79,12 +96,15 @@ class _Entry(msgspec.Struct):
     step: int
     fingerprint: str
     values: str
+    ready: Ready
 
 
 class _Answer(msgspec.Struct):
     save_id: str
     fingerprint: str
     speakers: tuple[int, ...] = ()
+    skip: bool = False
+    agents: tuple[str, ...] = ()
 
 
 class _Told(msgspec.Struct):
@@ -101,13 +121,13 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         StepExistsError: a step is committed there and may not be replaced.
     """
     mine = fingerprint(snapshot.structure)
-    entry = _Entry(storage.url, attempt.step, mine, f"{digest(snapshot.tree):016x}")
+    entry = _Entry(storage.url, attempt.step, mine, f"{digest(snapshot.tree):016x}", attempt.ready)
     posted = phase.gather(msgspec.msgpack.encode(entry))
     answer = b""
     leftovers: tuple[str, ...] = ()
     if posted is not None:
         decided = _decide([msgspec.msgpack.decode(raw, type=_Entry) for raw in posted])
-        if attempt.root is not None and attempt.failed_step >= 0:
+        if attempt.root is not None and attempt.failed_step >= 0 and not decided.skip:
             # Only now: every rank is here, so none still writes for the attempt that failed.
             sweep_failed(attempt.root, attempt.failed_step)
         leftovers = tuple(name for name, _ in storage.list("") if name != MANIFEST_NAME or not attempt.replace)
@@ -116,7 +136,7 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         answer = msgspec.msgpack.encode(decided)
     reply = msgspec.msgpack.decode(phase.broadcast(answer), type=_Answer)
     known, told = attempt.known, _Told(snapshot.structure, snapshot.tree, snapshot.aliases)
-    if reply.speakers:
+    if reply.speakers and not reply.skip:
         told = _speak(ranks, told, reply, mine, attempt.deadline_s)
         known = KnownPlan(reply.fingerprint, told.structure)
     elif known is None or known.fingerprint != reply.fingerprint:
@@ -127,7 +147,9 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         a.key != b.key for a, b in zip(live, known.stored.tensors, strict=True)
     ):
         index = {spec.key: position for position, spec in enumerate(live)}
-    return Agreement(reply.save_id, attempt.step, known, told.tree, told.aliases, index, leftovers)
+    return Agreement(
+        reply.save_id, attempt.step, known, told.tree, told.aliases, index, leftovers, reply.skip, reply.agents
+    )
 
 
 def _decide(entries: list[_Entry]) -> _Answer:
@@ -150,7 +172,12 @@ def _decide(entries: list[_Entry]) -> _Answer:
     chosen = tuple(speakers.values()) if len(speakers) > 1 else ()
     same = len({entry.fingerprint for entry in entries}) == 1
     world = first.fingerprint if same else f"{digest(''.join(e.fingerprint for e in entries).encode()):016x}"
-    return _Answer(secrets.token_hex(4), world, chosen)
+    worst = max((entry.ready for entry in entries), key=lambda ready: ready.failed)
+    if worst.failed > worst.tolerated >= 0:
+        raise RankFailedError(f"{worst.failed} saves in a row have failed; the last one: {worst.failure}", {})
+    busy = any(entry.ready.busy for entry in entries)
+    agents = tuple(entry.ready.agent for entry in entries) if first.ready.agent else ()
+    return _Answer(secrets.token_hex(4), world, chosen, busy, agents)
 
 
 def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str, deadline_s: float) -> _Told:

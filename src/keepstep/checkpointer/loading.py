@@ -14,12 +14,14 @@ import errno
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
+from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files
@@ -110,6 +112,8 @@ def load(
 ) -> LoadReport:
     """Loads a committed step into the objects of a state, whatever layout it was saved in. Collective.
 
+    Saves of this process that are in progress end first.
+
     Args:
         path: the folder of the step, or a Storage.
         into: the target: a TrainState or a dict. Modules, optimizers and containers keep their identity.
@@ -126,6 +130,7 @@ def load(
             part of it: load again before using them. Plain values were not changed.
         RankFailedError, CommitTimeoutError: another rank failed or did not come.
     """
+    wait([pending.committed for pending in SAVES])
     ranks = Ranks.current()
     options = Options(None if only is None else tuple(only), strict, cast, rename)
     with ranks.phase("load", deadline_s) as phase:

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import platform
-import secrets
+import contextlib
+import logging
 import time
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from keepstep.checkpointer.agree import Attempt, KnownPlan
-from keepstep.checkpointer.loading import LoadReport, Options, found_manifest, load_step
-from keepstep.checkpointer.saving import Saved, save_step
+from keepstep.checkpointer.background import BackgroundSaves, Manner
+from keepstep.checkpointer.decisions import Choice, Start, begin_run, choose_step, own_root, warn_damaged
+from keepstep.checkpointer.every import Every
+from keepstep.checkpointer.history import History
+from keepstep.checkpointer.loading import LoadReport, Options, load_step
+from keepstep.checkpointer.pending import Pending
+from keepstep.checkpointer.preemption import Preempt, StopWatch
+from keepstep.checkpointer.saving import save_step
 from keepstep.commit.catalog import Found, read_catalog, step_storage
-from keepstep.commit.publish import RUN_NAME, new_incarnation, run_of
 from keepstep.commit.retention import Keep, sweep_leftovers, warn_untidy
 from keepstep.errors import (
     CheckpointError,
     ClosedError,
-    CorruptError,
-    DamageWarning,
-    FormatError,
     MismatchError,
+    Preempted,
     RankFailedError,
-    StepNotFoundError,
     StorageError,
     UsageError,
 )
 from keepstep.format.manifest import (
-    FORMAT_MAJOR,
     MANIFEST_NAME,
     Lineage,
     Manifest,
@@ -40,50 +41,22 @@ from keepstep.format.manifest import (
 )
 from keepstep.move.arena import Arena
 from keepstep.ranks import DEADLINE_S, Ranks
-from keepstep.state.progress import Progress
+from keepstep.state.progress import Progress, metric
 from keepstep.state.train_state import TrainState
-from keepstep.storage.base import Closing
+from keepstep.storage.base import Closing, Storage
 from keepstep.storage.local import Place, storage_of
 
-__all__ = ["Checkpointer", "Every"]
+__all__ = ["Checkpointer"]
 
+_log = logging.getLogger("keepstep")
 _DAMAGE = frozenset({"corrupt", "format", "storage"})
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """When a save is due: after this many steps, or this many seconds, whichever comes first."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses intervals that mean nothing.
-
-        Raises:
-            UsageError: an interval that is not positive, or none at all.
-        """
-        given = [value for value in (self.steps, self.seconds) if value is not None]
-        if not given or any(value <= 0 for value in given):
-            raise UsageError(f"{self}: give steps, seconds or both, each above zero")
-
-
-class _Start(msgspec.Struct):
-    """What the coordinator tells all ranks about this start of the job."""
-
-    run: str
-    incarnation: int
-
-
-class _Choice(msgspec.Struct):
-    """The step to restore: its manifest, or nothing on a fresh run. ``skipped`` says what was wrong with newer ones."""
-
-    manifest: bytes = b""
-    skipped: tuple[str, ...] = ()
 
 
 class Checkpointer(Closing):
     """Keeps the steps of one run below one root. A context manager; every method is collective, on the training thread.
+
+    Saves go on in the background: training waits for a part of the copy at most, and one small process for each machine,
+    the agent, does the rest, even if the trainer is killed meanwhile.
 
     Args:
         root: the run's folder, the same on every rank.
@@ -91,11 +64,24 @@ class Checkpointer(Closing):
         every: when ``step`` saves by itself; None for only when ``save`` is called.
         keep: which steps stay after a save.
         overwrite: whether a run that did not restore may replace steps that are there already.
-        deadline_s: how long a rank waits for the others, in seconds.
+        deadline_s: how long a rank waits for the others, and how long a save may take, in seconds.
+        staging: ``"overlap"`` copies large tensors while training goes on, until the next optimizer step; ``"block"`` copies
+            everything before ``step`` returns.
+        background: ``"agent"``, ``"thread"`` (in the trainer's process, with which it ends), ``"off"`` (a save is durable
+            when ``step`` returns, and raises what goes wrong); None for an agent wherever one can run.
+        arenas: how many saves may be in progress at once, 1 or 2; each needs memory as large as what a rank writes.
+        when_busy: when a save is due and every arena is in use, ``"wait"`` for one, or ``"skip"`` this save.
+        memory_budget_bytes: what the arenas of one machine may have together; None for most of what is free.
+        tolerate_failures: how many saves in a row may fail before the next due one raises.
+        check_staging: proves for each late tensor that nothing changed it while it was copied, by digests before and after.
+            For finding faults: it reads everything twice on the training thread.
+        preempt: what to do when the job is asked to stop; None leaves signals alone.
 
     Raises:
-        UsageError: ``state`` is not a TrainState, or the root is a file.
+        UsageError: ``state`` is not a TrainState, the root is a file, or options that mean nothing.
         MismatchError: ranks were given different roots.
+        RunOwnedError: another job that is alive on this machine writes to this root.
+        AgentError: ``background="agent"`` and none can be started.
     """
 
     def __init__(
@@ -107,6 +93,14 @@ class Checkpointer(Closing):
         keep: Keep | None = None,
         overwrite: bool = False,
         deadline_s: float = DEADLINE_S,
+        staging: str = "overlap",
+        background: str | None = None,
+        arenas: int = 1,
+        when_busy: str = "wait",
+        memory_budget_bytes: int | None = None,
+        tolerate_failures: int = 3,
+        check_staging: bool = False,
+        preempt: Preempt | None = None,
     ) -> None:
         self._ranks = Ranks.current()
         self._deadline_s = deadline_s
@@ -115,23 +109,50 @@ class Checkpointer(Closing):
         self._overwrite = overwrite
         self._state = state
         self._closed = False
-        with self._ranks.phase("start", deadline_s) as phase:
-            if not isinstance(state, TrainState):
-                raise UsageError(
-                    f"a Checkpointer keeps a TrainState, not a {type(state).__name__}: TrainState(**state)"
-                )
-            self._root = storage_of(root)
-            posted = phase.gather(self._root.url.encode())
-            answer = b"" if posted is None else msgspec.json.encode(self._begin(posted))
-            start = msgspec.json.decode(phase.broadcast(answer), type=_Start)
-        self._lineage = Lineage(start.run, start.incarnation)
-        self._arena = Arena()
+        self._history = History()
         self._known: KnownPlan | None = None
         self._restored_from: Found | None = None
-        self._saved_step = -1
-        self._failed_step = -1
+        self._saved_step = self._failed_step = -1
         self._metrics: dict[str, Any] = {}
+        self._tolerated = tolerate_failures
+        self._warm = False
+        with contextlib.ExitStack() as held:
+            with self._ranks.phase("start", deadline_s) as phase:
+                manner = Manner(
+                    staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging
+                )
+                if not isinstance(state, TrainState):
+                    raise UsageError(
+                        f"a Checkpointer keeps a TrainState, not a {type(state).__name__}: TrainState(**state)"
+                    )
+                self._root = storage_of(root)
+                posted = phase.gather(self._root.url.encode())
+                if posted is not None:
+                    own_root(self._root, posted, held)
+                phase.broadcast(b"" if posted is not None else None)
+            self._arena: Arena | None = None
+            self._saves: BackgroundSaves | None = None
+            if background == "off":
+                self._arena = held.enter_context(contextlib.closing(Arena()))
+            else:
+                self._saves = held.enter_context(BackgroundSaves(self._ranks, self._root, manner, deadline_s))
+                self._saves.connect()
+            with self._ranks.phase("begin", deadline_s) as phase:
+                if self._saves is not None:
+                    # What an earlier start of this job has left to the agent is committed before this one begins.
+                    self._saves.settle(deadline_s)
+                posted = phase.gather(b"")
+                answer = b"" if posted is None else msgspec.json.encode(begin_run(self._root, self._ranks.world))
+                start = msgspec.json.decode(phase.broadcast(answer), type=Start)
+            self._lineage = Lineage(start.run, start.incarnation)
+            self._watch: StopWatch | None = None
+            if preempt is not None:
+                watch = StopWatch(self._ranks, preempt, f"{start.run}/{start.incarnation}", deadline_s)
+                self._watch = held.enter_context(watch)
+            self._held = held.pop_all()
         self._due_s = time.monotonic()
+        if self._saves is not None and every is not None:
+            self._saves.warm_up(state)
 
     @property
     def progress(self) -> Progress:
@@ -163,6 +184,7 @@ class Checkpointer(Closing):
             CorruptError: the step is damaged, with ``on_damage="raise"``.
         """
         self._check_open()
+        self._settle()
         if on_damage not in ("fall_back", "raise"):
             raise UsageError(f"on_damage={on_damage!r}; it is 'fall_back' or 'raise'")
         options = Options(None, strict, cast, None)
@@ -174,13 +196,13 @@ class Checkpointer(Closing):
                 if posted is not None:
                     if len(set(posted)) > 1:
                         raise MismatchError("ranks call restore with different arguments:", map(bytes.decode, posted))
-                    answer = msgspec.msgpack.encode(self._choose(step, on_damage, allow_fresh, skipped))
-                choice = msgspec.msgpack.decode(phase.broadcast(answer), type=_Choice)
+                    answer = msgspec.msgpack.encode(choose_step(self._root, step, on_damage, allow_fresh, skipped))
+                choice = msgspec.msgpack.decode(phase.broadcast(answer), type=Choice)
             skipped = choice.skipped
             if not choice.manifest:
                 self._due_s = time.monotonic()
                 return LoadReport(0, self._root.url, True, world=self._ranks.world, skipped=skipped)
-            manifest = parse_manifest(choice.manifest, f"{step_name(_step_of(choice.manifest))}/{MANIFEST_NAME}")
+            manifest = parse_manifest(choice.manifest, f"{step_name(choice.step)}/{MANIFEST_NAME}")
             try:
                 storage = step_storage(self._root, manifest.step)
                 report = load_step(
@@ -192,15 +214,17 @@ class Checkpointer(Closing):
                 if on_damage == "raise" or step is not None or not _DAMAGE.issuperset(codes):
                     raise
                 skipped = (*skipped, f"{step_name(manifest.step)}: {err}")
-                self._warn(skipped[-1])
+                if self._ranks.leads:
+                    warn_damaged(skipped[-1])
                 continue
             self._adopt(manifest)
             return replace(report, skipped=skipped)
 
-    def step(self, *, samples: int = 0, tokens: int = 0, epoch: int | None = None, **metrics: Any) -> Saved | None:
-        """Marks a step boundary: everything now stands at one step. Saves when due, and returns what was saved.
+    def step(self, *, samples: int = 0, tokens: int = 0, epoch: int | None = None, **metrics: Any) -> Pending | None:
+        """Marks a step boundary: everything now stands at one step. Begins a save when one is due, and returns it.
 
-        Call it once after every optimizer step, on every rank.
+        Call it once after every optimizer step, on every rank. A save that failed since the last call is logged here;
+        training goes on, and the next due save tries again.
 
         Args:
             samples: samples consumed by this step, over all ranks.
@@ -210,10 +234,11 @@ class Checkpointer(Closing):
 
         Raises:
             UsageError: a metric is not a number; nothing has changed.
+            Preempted: the job was asked to stop, and all ranks stand at this step; see ``Preempt``.
             See ``save`` for the rest.
         """
         self._check_open()
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {name: metric(name, value) for name, value in metrics.items()}
         progress = self._state.progress
         progress.step += 1
         progress.samples += samples
@@ -221,16 +246,29 @@ class Checkpointer(Closing):
         if epoch is not None:
             progress.epoch = epoch
         self._metrics = numbers
-        return self.save() if self._is_due() else None
+        self._notice()
+        if self._saves is not None and not self._warm:
+            # Now the optimizer has its state, so what a save needs is known.
+            self._warm = True
+            self._saves.warm_up(self._state)
+        if self._watch is not None and self._watch.is_over(progress.step):
+            self._stop(self._watch)
+        every = self._every
+        due = every is not None and every.is_due(self._ranks, progress.step, self._due_s, self._deadline_s)
+        return self.save() if due else None
 
-    def save(self) -> Saved:
-        """Saves now; the step is durable and committed on return, and old steps have gone by ``keep``.
+    def save(self) -> Pending | None:
+        """Begins a save now; old steps go by ``keep`` once it is committed. None when it was skipped as busy.
+
+        With ``background="off"`` the step is durable and committed on return.
 
         Raises:
             StepExistsError: the step is there and this run did not restore (see ``overwrite``).
+            RankFailedError: more than ``tolerate_failures`` saves in a row have failed; the message has the last reason.
             See ``keepstep.save`` for the rest. Committed steps are untouched by a save that fails.
         """
         self._check_open()
+        self._notice()
         step = self._state.progress.step
         place = step_storage(self._root, step)
         attempt = Attempt(
@@ -244,64 +282,94 @@ class Checkpointer(Closing):
             failed_step=self._failed_step,
             keep=self._keep,
             protect=() if self._restored_from is None else (self._restored_from.step,),
+            ready=self._history.ready(self._tolerated),
         )
-        self._failed_step = step
-        saved, self._known = save_step(self._ranks, place, self._state, attempt, self._arena)
-        self._failed_step = -1
-        self._saved_step = step
         self._due_s = time.monotonic()
-        return saved
+        if self._arena is not None:
+            return self._save_now(place, attempt, self._arena)
+        pending, known = self._saves.save(place, self._state, attempt) if self._saves is not None else (None, None)
+        if pending is None:
+            return None
+        self._failed_step = -1
+        self._known, self._saved_step = known, step
+        self._history.add(pending)
+        return pending
 
     def close(self) -> None:
-        """Frees what the Checkpointer holds. Idempotent; saves nothing."""
+        """Waits for the save in progress, and frees what the Checkpointer holds. Idempotent; saves nothing.
+
+        Raises:
+            CheckpointError: the last save has failed and nobody was told by an exception yet.
+        """
         if not self._closed:
             self._closed = True
-            self._arena.close()
-
-    def _begin(self, posted: list[bytes]) -> _Start:
-        """The coordinator's part of a start: one root, one run, one incarnation."""
-        if len(set(posted)) > 1:
-            lines = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted)]
-            raise MismatchError("ranks were given different roots; nothing was written:", lines)
-        fresh = secrets.token_hex(8)
-        if run_of(self._root) is None:
-            about = {"run": fresh, "created": time.time(), "format": FORMAT_MAJOR}
-            self._root.put_new(RUN_NAME, msgspec.json.encode(about) + b"\n")
-        # A start that does not restore what is there is another run: it neither replaces nor removes those steps.
-        run = fresh if read_catalog(self._root).steps else run_of(self._root) or fresh
-        note = {"host": platform.node(), "world_size": self._ranks.world, "started": time.time()}
-        return _Start(run, new_incarnation(self._root, msgspec.json.encode(note) + b"\n"))
-
-    def _choose(self, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...]) -> _Choice:
-        """The coordinator's decision, told to all: the newest step that is not known to be damaged."""
-        catalog = read_catalog(self._root)
-        if step is not None and step not in {found.step for found in catalog.steps}:
-            raise StepNotFoundError(f"{self._root.url} has no committed step {step}; {catalog.inventory()}")
-        bad = {text.partition(":")[0] for text in skipped}
-        for found in catalog.steps:
-            name = step_name(found.step)
-            if name in bad or (step is not None and found.step != step):
-                continue
             try:
-                if found.damage:
-                    raise CorruptError(found.damage)
-                return _Choice(found_manifest(step_storage(self._root, found.step)), skipped)
-            except (CorruptError, FormatError, StorageError, StepNotFoundError) as err:
-                if on_damage == "raise" or step is not None:
-                    raise
-                skipped = (*skipped, f"{name}: {err}")
-                self._warn(skipped[-1])
-        if (catalog.steps or catalog.unfinished) and not allow_fresh:
-            raise StepNotFoundError(
-                f"{self._root.url} holds no step that can be restored: {catalog.inventory()}"
-                + "".join(f"\n  - {text}" for text in skipped)
-                + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
-            )
+                self._settle()
+            finally:
+                self._held.close()
+            self._history.raise_last()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it. While another exception is on its way, a failed save is only logged."""
         try:
-            sweep_leftovers(self._root, catalog)
-        except StorageError as err:
-            warn_untidy(err)
-        return _Choice(skipped=skipped)
+            self.close()
+        except CheckpointError as err:
+            if error is None:
+                raise
+            _log.error("%s", err)
+
+    def _save_now(self, place: Storage, attempt: Attempt, arena: Arena) -> Pending:
+        """A save on the training thread."""
+        self._failed_step = attempt.step
+        saved, self._known = save_step(self._ranks, place, self._state, attempt, arena)
+        self._failed_step = -1
+        self._saved_step = attempt.step
+        pending = Pending(attempt.step, place.url)
+        pending.succeed(saved)
+        return pending
+
+    def _settle(self) -> None:
+        if self._saves is not None:
+            self._saves.wait()
+            self._notice()
+
+    def _notice(self) -> None:
+        """Looks at what has ended since the last boundary."""
+        for pending, error in self._history.ended():
+            if error is not None:
+                self._failed_step = pending.step
+                if self._ranks.leads:
+                    _log.warning("the save of step %d failed, training goes on: %s", pending.step, error)
+
+    def _stop(self, watch: StopWatch) -> None:
+        """The job was asked to stop and all ranks are here: saves what fits into the time that is left, and leaves."""
+        step = self._state.progress.step
+        outlives = self._saves is not None and self._saves.kind == "agent"
+        plan, left_s = watch.plan(step, self._history.usual_s(), outlives=outlives)
+        reason = f"asked to stop at step {step}"
+        saved = None
+        try:
+            if plan == "leave":
+                reason += f"; {left_s:.1f} s were too few for a save"
+                self._settle()
+            elif (pending := self.save() or self.save()) is not None:
+                if plan == "stage":
+                    pending.wait_staged(left_s)
+                    reason += "; it is copied, and the agent commits it"
+                else:
+                    saved = pending.wait_committed(left_s).step
+                    reason += "; it is committed"
+        except CheckpointError as err:
+            reason += f"; the save of it failed: {err}"
+            self._history.forgive()
+        if saved is None:
+            saved = self._history.newest
+        if watch.preempt.exit_status is not None:
+            _log.warning("%s", reason)
+            raise SystemExit(watch.preempt.exit_status)
+        raise Preempted(step, saved, reason)
 
     def _adopt(self, manifest: Manifest) -> None:
         """Goes on with the run of the restored step: its lineage, its plan, its place in the order."""
@@ -327,38 +395,6 @@ class Checkpointer(Closing):
         restored = self._restored_from
         return restored is not None and step > restored.step
 
-    def _is_due(self) -> bool:
-        if self._every is None:
-            return False
-        if self._every.steps is not None and self._state.progress.step % self._every.steps == 0:
-            return True
-        if self._every.seconds is None:
-            return False
-        with self._ranks.phase("due", self._deadline_s) as phase:
-            # Clocks differ between ranks: one of them decides.
-            posted = phase.gather(b"")
-            mine = b"1" if time.monotonic() - self._due_s >= self._every.seconds else b"0"
-            return phase.broadcast(mine if posted is not None else None) == b"1"
-
-    def _warn(self, text: str) -> None:
-        if self._ranks.leads:
-            warnings.warn(f"a damaged step was skipped: {text}", DamageWarning, stacklevel=3)
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the Checkpointer of {self._root.url} was closed")
-
-
-def _number(name: str, value: Any) -> Any:
-    """A metric as a float. A tensor on a device stays one until a save is due: reading it would wait for the device."""
-    value = value.detach() if hasattr(value, "detach") else value
-    if getattr(value, "is_cuda", False) and value.numel() == 1:
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise UsageError(f"metrics are numbers, one each; {name} is a {type(value).__name__}: {err}") from err
-
-
-def _step_of(raw: bytes) -> int:
-    return int(msgspec.json.decode(raw, type=dict[str, Any]).get("step", 0))

@@ -14,7 +14,7 @@ from keepstep.format.shardfile import digest
 from keepstep.ranks import Phase
 from keepstep.state.capture import Snapshot
 
-__all__ = ["replica_details", "replica_digests", "replicas_differ"]
+__all__ = ["content", "each_replica", "replica_details", "replica_digests", "replicas_differ"]
 
 
 def replica_digests(snapshot: Snapshot, stored: Structure, rank: int) -> dict[str, str]:
@@ -23,7 +23,7 @@ def replica_digests(snapshot: Snapshot, stored: Structure, rank: int) -> dict[st
     Ranks may have their tensors in different orders, so each group's are taken by key.
     """
     groups: dict[str, list[tuple[str, int]]] = {}
-    for key, group, value in _each(snapshot, stored, rank):
+    for key, group, value in each_replica(snapshot, stored, rank):
         groups.setdefault(group, []).append((key, value))
     return {group: f"{digest(repr(sorted(values)).encode()):016x}" for group, values in groups.items()}
 
@@ -47,7 +47,7 @@ def replica_details(phase: Phase, snapshot: Snapshot, stored: Structure, groups:
     """
     wanted = set(groups.split("\n"))
     rank = phase.rank
-    mine = [(key, group, value) for key, group, value in _each(snapshot, stored, rank) if group in wanted]
+    mine = [(key, group, value) for key, group, value in each_replica(snapshot, stored, rank) if group in wanted]
     posted = phase.gather(msgspec.msgpack.encode(mine))
     if posted is not None:
         values: dict[tuple[str, str], dict[int, int]] = {}
@@ -72,13 +72,20 @@ def replica_details(phase: Phase, snapshot: Snapshot, stored: Structure, groups:
     phase.broadcast()
 
 
-def _each(snapshot: Snapshot, stored: Structure, rank: int) -> list[tuple[str, str, int]]:
-    """(key, group, digest) of every replicated tensor that must be the same within its group."""
+def each_replica(
+    snapshot: Snapshot, stored: Structure, rank: int, *, late: bool | None = None
+) -> list[tuple[str, str, int]]:
+    """(key, group, digest) of every replicated tensor that must be the same within its group.
+
+    ``late`` True looks at the late ones alone, False at the others, None at all.
+    """
     structure = snapshot.structure
     holders = {spec.key: stored.meshes[stored.layouts[spec.layout].mesh] for spec in stored.tensors}
     names: dict[tuple[Mesh, int], str] = {}
     found = []
-    for spec, held in zip(structure.tensors, snapshot.locals, strict=True):
+    for index, (spec, held) in enumerate(zip(structure.tensors, snapshot.locals, strict=True)):
+        if late is not None and (index in snapshot.late) != late:
+            continue
         layout = structure.layouts[spec.layout]
         if spec.rule != "same" or not any(cut.kind == "R" for cut in layout.cuts):
             continue
@@ -91,7 +98,7 @@ def _each(snapshot: Snapshot, stored: Structure, rank: int) -> list[tuple[str, s
         group = names.get((mesh, spec.layout))
         if group is None:
             group = names[mesh, spec.layout] = _group(mesh, layout, rank)
-        found.append((spec.key, group, _content(held[0])))
+        found.append((spec.key, group, content(held[0])))
     return found
 
 
@@ -104,7 +111,8 @@ def _group(mesh: Mesh, layout: Layout, rank: int) -> str:
     return f"{digest(msgspec.json.encode(mesh)):016x}:{','.join(place)}"
 
 
-def _content(local: torch.Tensor) -> int:
+def content(local: torch.Tensor) -> int:
+    """A digest of the bytes of a local tensor; of one on a device, a sum that is made there."""
     if local.device.type != "cpu":
         # Summed where it lies: moving every replica to the host would cost more than the save.
         flat = local.reshape(-1).view(torch.uint8)

@@ -24,7 +24,7 @@ import torch
 from keepstep.checkpointer.agree import Agreement, Attempt, KnownPlan, agree
 from keepstep.checkpointer.replicas import replica_details, replica_digests, replicas_differ
 from keepstep.commit.conclude import Order, tidy
-from keepstep.commit.publish import commit_step
+from keepstep.commit.publish import commit_step, point_latest
 from keepstep.commit.retention import warn_untidy
 from keepstep.errors import StorageError, UsageError
 from keepstep.format.manifest import (
@@ -43,7 +43,7 @@ from keepstep.format.shardfile import pack_header
 from keepstep.move.arena import ONCE_BYTES, Arena
 from keepstep.move.staging import fill
 from keepstep.move.writer import FileHead, Origin, ShardWriter
-from keepstep.plan.save_plan import Extra, rank_files
+from keepstep.plan.save_plan import Extra, FilePlan, rank_files
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.capture import Snapshot, capture
 from keepstep.state.train_state import TrainState
@@ -51,7 +51,7 @@ from keepstep.storage.base import Storage
 from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
-__all__ = ["Saved", "no_collection", "save", "save_step"]
+__all__ = ["Saved", "no_collection", "order_of", "planned_files", "save", "save_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ def save_step(
             replica_details(phase, snapshot, agreed.plan.stored, answer.decode())
     if attempt.root is not None and ranks.leads:
         try:
-            tidy(attempt.root, order, manifest, manifest_digest)
+            point_latest(attempt.root, manifest, manifest_digest)
+            tidy(attempt.root, order, manifest)
         except StorageError as err:
             warn_untidy(err)
     saved = msgspec.json.decode(answer, type=Saved)
@@ -159,15 +160,8 @@ def _write(
     storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Arena, timeline: Timeline
 ) -> tuple[Receipt, KnownPlan]:
     """This rank's files, durable, and the receipt for them; and the plan with these files, for the next save."""
-    extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
-    described = [Extra(key, dtype, tuple(tensor.shape)) for key, dtype, tensor in snapshot.own]
-    for name, data in ((TREE_NAME, agreed.tree if ranks.rank == 0 else b""), (OWN_NAME, snapshot.own_tree)):
-        if data:
-            extras[name] = data
-            described.append(Extra(name, "uint8", (len(data),)))
-    stored, index = agreed.plan.stored, agreed.live_index
     with timeline.span("plan"):
-        files = rank_files(stored, ranks.rank, live_index=index, extras=tuple(described), known=agreed.plan.files)
+        files, extras = planned_files(snapshot, agreed, ranks.rank)
     origin = Origin(agreed.save_id, agreed.step, ranks.rank)
     headers = [
         pack_header(tuple(slot.entry for slot in plan.slots), plan.data_bytes, **msgspec.structs.asdict(origin))
@@ -179,11 +173,25 @@ def _write(
             for chunk in fill(files, snapshot.locals, extras, arena, timeline):
                 writer.submit(chunk)
         with timeline.span("compare"):
-            digests = replica_digests(snapshot, stored, ranks.rank) if ranks.world > 1 else {}
+            digests = replica_digests(snapshot, agreed.plan.stored, ranks.rank) if ranks.world > 1 else {}
         with timeline.span("write"):
             receipt = writer.finish()
     receipt = msgspec.structs.replace(receipt, replica_digests=digests)
     return receipt, msgspec.structs.replace(agreed.plan, files=files)
+
+
+def planned_files(
+    snapshot: Snapshot, agreed: Agreement, rank: int
+) -> tuple[tuple[FilePlan, ...], dict[str, bytes | torch.Tensor]]:
+    """The files of this rank, and the bytes and tensors that go into them besides those of the structure."""
+    extras: dict[str, bytes | torch.Tensor] = {key: tensor for key, _, tensor in snapshot.own}
+    described = [Extra(key, dtype, tuple(tensor.shape)) for key, dtype, tensor in snapshot.own]
+    for name, data in ((TREE_NAME, agreed.tree if rank == 0 else b""), (OWN_NAME, snapshot.own_tree)):
+        if data:
+            extras[name] = data
+            described.append(Extra(name, "uint8", (len(data),)))
+    stored, index, known = agreed.plan.stored, agreed.live_index, agreed.plan.files
+    return rank_files(stored, rank, live_index=index, extras=tuple(described), known=known), extras
 
 
 def order_of(snapshot: Snapshot, agreed: Agreement, attempt: Attempt, world: int) -> Order:

@@ -1,11 +1,10 @@
-"""What the coordinator needs to commit a step, and what it does after: the hint, and old steps that may go."""
+"""What the coordinator needs to commit a step, and which old steps may go after that."""
 
 from __future__ import annotations
 
 import msgspec
 
 from keepstep.commit.catalog import read_catalog
-from keepstep.commit.publish import point_latest
 from keepstep.commit.retention import Keep, remove_step, to_remove
 from keepstep.format.manifest import Manifest
 from keepstep.storage.base import Storage
@@ -28,13 +27,12 @@ class Order(msgspec.Struct, frozen=True):
     protect: tuple[int, ...] = ()
 
 
-def tidy(root: Storage, order: Order, manifest: Manifest, digest: str) -> None:
-    """After a commit: moves the hint, then lets old steps go. Failing here loses nothing.
+def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
+    """After a commit: lets old steps go. Failing here loses nothing.
 
     Raises:
-        StorageError: something could not be written or removed; committed steps are untouched.
+        StorageError: something could not be removed; committed steps that stay are untouched.
     """
-    point_latest(root, manifest, digest)
     catalog = read_catalog(root)
     for step in to_remove(catalog, order.keep or Keep(last=None), run=manifest.lineage.run, protect={*order.protect}):
         remove_step(root, step)

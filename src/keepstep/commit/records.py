@@ -11,7 +11,17 @@ import msgspec
 from keepstep.errors import StorageError
 from keepstep.storage.base import Storage, read_blob
 
-__all__ = ["RECORDS_NAME", "RankTimes", "SaveRecord", "Span", "Tail", "append_record", "read_records", "tails_of"]
+__all__ = [
+    "RECORDS_NAME",
+    "RankTimes",
+    "SaveRecord",
+    "Span",
+    "Tail",
+    "append_record",
+    "now_text",
+    "read_records",
+    "tails_of",
+]
 
 RECORDS_NAME = "saves.jsonl"
 MAX_RECORDS_BYTES = 1 << 30

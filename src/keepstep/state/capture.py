@@ -23,7 +23,9 @@ from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Mesh, Structure, TensorSpec
 from keepstep.format.manifest import STATE_FOLDER, Component, safe_folder
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, encode, join
+from keepstep.state.fence import has_hook
 from keepstep.state.marks import PerRank, Sharded
+from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
 from keepstep.state.shard import LayoutTable, is_dtensor
@@ -32,6 +34,7 @@ __all__ = ["Collector", "Snapshot", "capture", "names_of"]
 
 LARGE_ARRAY_BYTES = 1 << 16
 MAX_FOLDERS = 12
+LATE_BYTES = 1 << 16
 _KINDS: dict[type, str] = {RankRef: "per_rank", TensorRef: "tensor"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple, deque)
@@ -44,6 +47,7 @@ class Snapshot:
 
     ``tree`` and ``own_tree`` are encoded plain values: shared by all ranks, and this rank's own. ``locals`` holds, for
     each tensor of ``structure``, the live local tensors of this rank; ``own`` holds tensors that belong to this rank alone.
+    ``late`` are the indices of large tensors that nothing but an optimizer's step changes: they may be copied until then.
     """
 
     tree: bytes
@@ -53,12 +57,14 @@ class Snapshot:
     own: tuple[tuple[str, str, torch.Tensor], ...]
     aliases: dict[str, str]
     components: dict[str, Component]
+    late: frozenset[int]
 
 
-def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
+def capture(state: Mapping[str, Any], *, rank: int, world: int, overlap: bool = False) -> Snapshot:
     """The state as it is now. Not collective; call on the training thread, at a step boundary.
 
-    Tensors are not copied: they must not change until they are staged. Plain values are copied.
+    Tensors are not copied: they must not change until they are staged. Plain values are copied. With ``overlap`` the
+    snapshot also says which tensors may be copied later.
 
     Raises:
         UnsafeValueError: lists every value and tensor that cannot be stored, each with its key and type.
@@ -68,7 +74,9 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
         raise UsageError(f"a state is a TrainState or a dict with non-empty string keys, not {type(state).__name__}")
     if "__metadata__" in state:
         raise UsageError("a component cannot be called __metadata__: shard files use the name for themselves")
-    collector = Collector(LayoutTable(rank, world, [Mesh((world,))]), state)
+    collector = Collector(LayoutTable(rank, world, [Mesh((world,))]), state, overlap=overlap)
+    if overlap:
+        collector.guarded = guarded_memory(state)
     tree: dict[str, Any] = {}
     components: dict[str, Component] = {}
     for name, value in state.items():
@@ -99,7 +107,25 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int) -> Snapshot:
         own=tuple(collector.own),
         aliases=collector.aliases,
         components=components,
+        late=frozenset(collector.late),
     )
+
+
+def guarded_memory(state: Mapping[str, Any]) -> frozenset[int]:
+    """Where the memory begins of every parameter that the fence guards: those of the optimizers in the state.
+
+    With a loop that calls ``fence`` by hand, those of all modules too.
+    """
+    parameters: list[torch.Tensor] = []
+    by_hand = getattr(state, "fenced_by_hand", False)
+    for value in state.values():
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for item in inside:
+            if isinstance(item, torch.optim.Optimizer) and has_hook(item):
+                parameters.extend(p for group in item.param_groups for p in group["params"])
+            elif by_hand and isinstance(item, nn.Module):
+                parameters.extend(item.parameters())
+    return frozenset(pointer(parameter) for parameter in parameters) - {0, -1}
 
 
 def names_of(state: Mapping[str, Any]) -> dict[int, str]:
@@ -130,6 +156,10 @@ class Collector:
     aliases: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     tensor_bytes: int = 0
+    overlap: bool = False
+    guarded: frozenset[int] = frozenset()
+    late: list[int] = field(default_factory=list)
+    _stepped: bool = False
     _inside_rank: bool = False
     _first_wins: frozenset[str] = frozenset()
     _open: set[int] = field(default_factory=set)
@@ -179,9 +209,10 @@ class Collector:
             self._first_wins = frozenset()
             return ObjectNode("module", type(inner).__name__, tree)
         if isinstance(value, torch.optim.Optimizer):
-            return ObjectNode(
-                "optimizer", type(value).__name__, self._walk(optimizer_state(value, names_of(self.state)), path)
-            )
+            self._stepped = self.overlap and has_hook(value)
+            tree = self._walk(optimizer_state(value, names_of(self.state)), path)
+            self._stepped = False
+            return ObjectNode("optimizer", type(value).__name__, tree)
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
         return value
@@ -226,6 +257,9 @@ class Collector:
                 self.aliases[path] = first
                 return ref
         rule = "first" if path in self._first_wins else "same"
+        large = self.overlap and local is not None and local.numel() * local.element_size() >= LATE_BYTES
+        if large and (self._stepped or held[0].data_ptr() in self.guarded):
+            self.late.append(len(self.specs))
         self.specs.append(TensorSpec(path, shard.dtype, shard.layout, self.folder, rule))
         self.locals.append(held)
         self.tensor_bytes += math.prod(shard.shape) * ITEM_BYTES[shard.dtype]

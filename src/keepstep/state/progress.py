@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Progress"]
+from keepstep.errors import UsageError
+
+__all__ = ["Progress", "metric"]
 
 
 @dataclass(slots=True)
@@ -25,3 +27,14 @@ class Progress:
         """Takes the four numbers; unknown ones from a later version are ignored."""
         for name in ("step", "samples", "tokens", "epoch"):
             setattr(self, name, int(state.get(name, 0)))
+
+
+def metric(name: str, value: Any) -> Any:
+    """A metric as a float. A tensor on a device stays one until a save is due: reading it would wait for the device."""
+    value = value.detach() if hasattr(value, "detach") else value
+    if getattr(value, "is_cuda", False) and value.numel() == 1:
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise UsageError(f"metrics are numbers, one each; {name} is a {type(value).__name__}: {err}") from err

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keepstep.errors import UsageError
+from keepstep.state.fence import fence
 from keepstep.state.marks import PerRank
 from keepstep.state.progress import Progress
 from keepstep.state.rng import RngStreams
@@ -34,6 +35,7 @@ class TrainState(Mapping[str, Any]):
         if taken:
             raise UsageError(f"{', '.join(taken)}: part of every TrainState; give the component another name")
         self.progress = Progress()
+        self.fenced_by_hand = False
         self._components = {name: value for name, value in components.items() if value is not None}
         self._components["rng"] = PerRank(RngStreams(), "derive")
         self._components["progress"] = self.progress
@@ -49,6 +51,16 @@ class TrainState(Mapping[str, Any]):
     def __len__(self) -> int:
         """The number of components, ``rng`` and ``progress`` included."""
         return len(self._components)
+
+    def fence(self) -> None:
+        """Call it before changing tensors by hand: waits until a save in progress has copied what it needs.
+
+        Optimizers of ``torch.optim`` do so by themselves before their step. From the first call on, the parameters of all
+        modules are copied while training goes on, not only those of the state's optimizers: every change by hand must
+        then come after such a call.
+        """
+        self.fenced_by_hand = True
+        fence()
 
     def replace_value(self, name: str, value: Any) -> None:
         """Puts another plain value in the place of a component that is one; a load uses it."""

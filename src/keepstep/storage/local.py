@@ -68,7 +68,11 @@ class LocalStorage(Storage):
         """Like ``put``, but by a hard link, which fails when the name is taken."""
         with contextlib.closing(self.create(name, len(data))) as upload:
             upload.write_at(0, memoryview(data))
-            return upload.commit_new(len(data))
+            try:
+                upload.commit(len(data), unless_taken=True)
+            except FileExistsError:
+                return False
+            return True
 
     def append_line(self, name: str, line: bytes) -> None:
         """One write at the end of the file."""
@@ -175,29 +179,24 @@ class _LocalUpload(Upload):
                 raise StorageError("write", self._final.name, reason)
             done += moved
 
-    def commit(self, size_bytes: int) -> None:
-        """Cut to size, fsync the data, give the file its name, fsync the folder: in this order."""
-        try:
-            os.ftruncate(self._buffered, size_bytes)
-            os.fsync(self._buffered)
-            self._partial.replace(self._final)
-            _sync_folder(self._final.parent)
-        except OSError as err:
-            raise StorageError("commit", self._final.name, err) from err
+    def commit(self, size_bytes: int, *, unless_taken: bool = False) -> None:
+        """Cut to size, fsync the data, give the file its name, fsync the folder: in this order.
 
-    def commit_new(self, size_bytes: int) -> bool:
-        """The same, unless the name is taken: False then."""
+        Raises:
+            FileExistsError: with ``unless_taken``, the name is taken.
+        """
         try:
             os.ftruncate(self._buffered, size_bytes)
             os.fsync(self._buffered)
-            try:
+            if unless_taken:
                 os.link(self._partial, self._final)
-            except FileExistsError:
-                return False
+            else:
+                self._partial.replace(self._final)
             _sync_folder(self._final.parent)
         except OSError as err:
+            if unless_taken and isinstance(err, FileExistsError):
+                raise
             raise StorageError("commit", self._final.name, err) from err
-        return True
 
     def close(self) -> None:
         """Closes the files and removes the partial one, which is gone already when it was committed."""

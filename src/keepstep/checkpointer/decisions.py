@@ -1,0 +1,108 @@
+"""What the coordinator alone decides and all ranks are told: whose root it is, which start of the run, which step to use."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import secrets
+import time
+import warnings
+
+import msgspec
+
+from keepstep.agent.node import Owner
+from keepstep.checkpointer.loading import found_manifest
+from keepstep.commit.catalog import read_catalog, step_storage
+from keepstep.commit.publish import RUN_NAME, new_incarnation, run_of
+from keepstep.commit.retention import sweep_leftovers, warn_untidy
+from keepstep.errors import (
+    CorruptError,
+    DamageWarning,
+    FormatError,
+    MismatchError,
+    StepNotFoundError,
+    StorageError,
+)
+from keepstep.format.manifest import FORMAT_MAJOR, step_name
+from keepstep.storage.base import Storage
+from keepstep.storage.local import LocalStorage
+
+__all__ = ["Choice", "Start", "begin_run", "choose_step", "own_root", "warn_damaged"]
+
+
+class Start(msgspec.Struct):
+    """What the coordinator tells all ranks about this start of the job."""
+
+    run: str
+    incarnation: int
+
+
+class Choice(msgspec.Struct):
+    """The step to restore: its manifest, or nothing on a fresh run. ``skipped`` says what was wrong with newer ones."""
+
+    manifest: bytes = b""
+    skipped: tuple[str, ...] = ()
+    step: int = 0
+
+
+def own_root(root: Storage, posted: list[bytes], held: contextlib.ExitStack) -> None:
+    """One root for all ranks, which on this machine is nobody else's until ``held`` is closed.
+
+    Raises:
+        MismatchError: ranks were given different roots.
+        RunOwnedError: another job that is alive has it.
+    """
+    if len(set(posted)) > 1:
+        lines = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted)]
+        raise MismatchError("ranks were given different roots; nothing was written:", lines)
+    if isinstance(root, LocalStorage):
+        held.callback(Owner(root.url).release)
+
+
+def begin_run(root: Storage, world: int) -> Start:
+    """One run, and a new incarnation of it."""
+    fresh = secrets.token_hex(8)
+    if run_of(root) is None:
+        about = {"run": fresh, "created": time.time(), "format": FORMAT_MAJOR}
+        root.put_new(RUN_NAME, msgspec.json.encode(about) + b"\n")
+    # A start that does not restore what is there is another run: it neither replaces nor removes those steps.
+    run = fresh if read_catalog(root).steps else run_of(root) or fresh
+    note = {"host": platform.node(), "world_size": world, "started": time.time()}
+    return Start(run, new_incarnation(root, msgspec.json.encode(note) + b"\n"))
+
+
+def choose_step(root: Storage, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...]) -> Choice:
+    """The coordinator's decision, told to all: the newest step that is not known to be damaged."""
+    catalog = read_catalog(root)
+    if step is not None and step not in {found.step for found in catalog.steps}:
+        raise StepNotFoundError(f"{root.url} has no committed step {step}; {catalog.inventory()}")
+    bad = {text.partition(":")[0] for text in skipped}
+    for found in catalog.steps:
+        name = step_name(found.step)
+        if name in bad or (step is not None and found.step != step):
+            continue
+        try:
+            if found.damage:
+                raise CorruptError(found.damage)
+            return Choice(found_manifest(step_storage(root, found.step)), skipped, found.step)
+        except (CorruptError, FormatError, StorageError, StepNotFoundError) as err:
+            if on_damage == "raise" or step is not None:
+                raise
+            skipped = (*skipped, f"{name}: {err}")
+            warn_damaged(skipped[-1])
+    if (catalog.steps or catalog.unfinished) and not allow_fresh:
+        raise StepNotFoundError(
+            f"{root.url} holds no step that can be restored: {catalog.inventory()}"
+            + "".join(f"\n  - {text}" for text in skipped)
+            + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
+        )
+    try:
+        sweep_leftovers(root, catalog)
+    except StorageError as err:
+        warn_untidy(err)
+    return Choice(skipped=skipped)
+
+
+def warn_damaged(text: str) -> None:
+    """Tells the user that a step was passed over."""
+    warnings.warn(f"a damaged step was skipped: {text}", DamageWarning, stacklevel=4)
