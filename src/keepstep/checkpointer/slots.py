@@ -18,7 +18,7 @@ class Slot:
 
     lent: Lent | None = None
     memory: HostMemory | None = None
-    owner: str = ""
+    owner: Background | None = None
     warming: threading.Thread | None = None
     copying: threading.Thread | None = None
     pending: Pending | None = None
@@ -36,14 +36,14 @@ class Slot:
             StagingError: the memory is not there.
             AgentError: the agent is gone.
         """
-        if self.lent is not None and self.owner != background.name:
+        if self.lent is not None and self.owner is not background:
             self.close()
         if self.lent is None or self.lent.arena.size_bytes < size_bytes:
             old, self.lent = self.lent, None
             if self.memory is not None:
                 self.memory.close()
             self.lent = background.lend(size_bytes, budget_bytes, old)
-            self.memory, self.owner = None, background.name
+            self.memory, self.owner = None, background
         if self.memory is None:
             self.memory = HostMemory(self.lent.arena)
         return self.lent, self.memory

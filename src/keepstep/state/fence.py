@@ -6,6 +6,7 @@ itself before its step, whichever objects a save is about; loops that change ten
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -45,6 +46,8 @@ class Hold:
 
 
 _holds: set[Hold] = set()
+# In a forked child nobody copies: nothing there has to wait.
+os.register_at_fork(after_in_child=_holds.clear)
 _hooked = threading.Event()
 
 
