@@ -75,6 +75,10 @@ class TorchValue(msgspec.Struct, frozen=True):
     text: str
 
 
+_NEVER_REFUSED = frozenset({TensorRef, type(None), bool, int, float, str, bytes})
+"""Whoever cannot be refused needs no path to be named by."""
+
+
 def join(path: str, part: object) -> str:
     """The key of ``part`` (a dictionary key or a list index) below ``path``, which is empty at the root.
 
@@ -151,10 +155,16 @@ def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
         return None
     if kind is dict:
         if "$" not in value and all(type(k) is str and (k.isascii() or not SURROGATE.search(k)) for k in value):
-            return {key: _lower(item, join(path, key), depth + 1, refused) for key, item in value.items()}
+            return {
+                key: _lower(item, "" if type(item) in _NEVER_REFUSED else join(path, key), depth + 1, refused)
+                for key, item in value.items()
+            }
         return {"$": "dict", "v": _lower_pairs(value, path, depth, refused)}
     if kind is list:
-        return [_lower(item, join(path, i), depth + 1, refused) for i, item in enumerate(value)]
+        return [
+            _lower(item, "" if type(item) in _NEVER_REFUSED else join(path, i), depth + 1, refused)
+            for i, item in enumerate(value)
+        ]
     lower = _LOWER.get(kind)
     if lower is not None:
         return lower(value, path, depth, refused)
@@ -171,7 +181,13 @@ def _lower_pairs(value: Any, path: str, depth: int, refused: list[str]) -> list[
 
 def _lower_items(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
     def lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
-        return {"$": tag, "v": [_lower(item, join(path, i), depth + 1, refused) for i, item in enumerate(value)]}
+        return {
+            "$": tag,
+            "v": [
+                _lower(item, "" if type(item) in _NEVER_REFUSED else join(path, i), depth + 1, refused)
+                for i, item in enumerate(value)
+            ],
+        }
 
     return lower
 

@@ -184,12 +184,14 @@ class Collector:
     def _container(self, value: Any, path: str) -> Any:
         kind = type(value)
         if kind is dict:
-            return {key: self.visit(item, join(path, key)) for key, item in value.items()}
+            return {
+                key: item if type(item) in _PLAIN else self.visit(item, join(path, key)) for key, item in value.items()
+            }
         if kind in _MAPPINGS:
             items = ((key, self.visit(item, join(path, key))) for key, item in value.items())
             return defaultdict(value.default_factory, dict(items)) if kind is defaultdict else cast(Any, kind)(items)
         if kind in _SEQUENCES:
-            walked = [self.visit(item, join(path, i)) for i, item in enumerate(value)]
+            walked = [item if type(item) in _PLAIN else self.visit(item, join(path, i)) for i, item in enumerate(value)]
             return deque(walked, value.maxlen) if kind is deque else kind(walked)
         if kind is PerRank:
             return self._per_rank(value, path)
@@ -239,8 +241,10 @@ class Collector:
             self.refused.append(f"{path}: {err}")
             return None
         held = shard.locals
-        if any(local.is_conj() or local.is_neg() for local in held):
-            held = tuple(local.resolve_conj().resolve_neg() for local in held)
+        for local in held:
+            if local.is_conj() or local.is_neg():
+                held = tuple(one.resolve_conj().resolve_neg() for one in held)
+                break
         form = form or shard.form
         device = "cpu" if not held else held[0].device.type
         ref = TensorRef(path, shard.dtype, shard.shape, device, form, self._inside_rank)
@@ -249,17 +253,18 @@ class Collector:
                 self.refused.append(f"{path}: a {shard.form} inside per_rank; a shard belongs to all ranks together")
             self.own.extend((path, shard.dtype, local) for local in held)
             return ref
-        local = held[0] if len(held) == 1 else None
-        if local is not None and local.numel():
-            identity = (local.data_ptr(), shard.dtype, local.stride(), shard.layout)
-            first = self._seen.setdefault(identity, path)
+        size = held[0].numel() if len(held) == 1 else 0
+        if size:
+            local = held[0]
+            at = local.data_ptr()
+            first = self._seen.setdefault((at, shard.dtype, local.stride(), shard.layout), path)
             if first != path:
                 self.aliases[path] = first
                 return ref
+            large = self.overlap and size * ITEM_BYTES[shard.dtype] >= LATE_BYTES
+            if large and (self._stepped or at in self.guarded):
+                self.late.append(len(self.specs))
         rule = "first" if path in self._first_wins else "same"
-        large = self.overlap and local is not None and local.numel() * local.element_size() >= LATE_BYTES
-        if large and (self._stepped or held[0].data_ptr() in self.guarded):
-            self.late.append(len(self.specs))
         self.specs.append(TensorSpec(path, shard.dtype, shard.layout, self.folder, rule))
         self.locals.append(held)
         self.tensor_bytes += math.prod(shard.shape) * ITEM_BYTES[shard.dtype]
