@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
@@ -29,7 +29,7 @@ from keepstep.format.failure import failure_of
 from keepstep.format.manifest import step_name
 from keepstep.format.shardfile import digest, pack_header
 from keepstep.move.arena import bases_of
-from keepstep.move.staging import Extras, HostMemory, Stager, compute_marks
+from keepstep.move.staging import Extras, HostMemory, Stager, cloned_on_device, compute_marks, side_streams
 from keepstep.move.writer import FileHead
 from keepstep.plan.save_plan import FilePlan
 from keepstep.state.capture import Snapshot
@@ -111,9 +111,12 @@ class StagedSave:
         return thread
 
     def _at_boundary(self, memory: HostMemory, pool: Executor | None) -> None:
+        self._staging = "overlap" if pool is None else "block"
+        if pool is None and torch.cuda.is_initialized():
+            copies, waiting = cloned_on_device(self.snapshot.locals, self.snapshot.late)
+            self.snapshot = replace(self.snapshot, locals=copies, late=waiting)
         tensors = self.snapshot.locals
         late = frozenset[int]() if pool is not None else self.snapshot.late
-        self._staging = "overlap" if pool is None else "block"
         if late:
             self._hold = raise_hold()
             self._seals = {index: self._seal(tensors[index][0]) for index in late}
@@ -159,7 +162,7 @@ class StagedSave:
     def _copy_late(self, stager: Stager) -> None:
         began = time.perf_counter()
         tensors, late = self.snapshot.locals, self.snapshot.late
-        with torch.no_grad():
+        with torch.no_grad(), side_streams(stager.marks):
             stager.copy(late)
             if self.desk.world > 1:
                 stored = self.agreed.plan.stored

@@ -84,8 +84,8 @@ class Arena:
         """Frees the memory. Idempotent."""
         if not self._closed:
             self._closed = True
-            self.memory.release()
             with contextlib.suppress(BufferError):
+                self.memory.release()
                 self._memory.close()
 
 

@@ -7,6 +7,7 @@ some of it at the step boundary, the rest while training goes on, until the fenc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,13 +22,23 @@ from keepstep.move.writer import Chunk
 from keepstep.plan.save_plan import FilePlan, Slot
 from keepstep.timeline import Timeline
 
-__all__ = ["Extras", "Held", "HostMemory", "Stager", "compute_marks", "fill"]
+__all__ = [
+    "Extras",
+    "Held",
+    "HostMemory",
+    "Stager",
+    "cloned_on_device",
+    "compute_marks",
+    "fill",
+    "side_streams",
+]
 
 GROUP_BYTES = 1 << 24
 """A tensor that is not contiguous is made so in groups of rows of about this size."""
 SHARE_BYTES = 1 << 23
 """With several threads a tensor is copied in shares of at most this size."""
 MOST_SHARES = 64
+CLONED_BYTES = 1 << 26
 
 Held = tuple[torch.Tensor, ...]
 Extras = Mapping[str, bytes | torch.Tensor]
@@ -85,7 +96,7 @@ class Stager:
         self._tensors, self._extras = tensors, extras
         self._arena = memory.arena
         self._lanes = _DeviceLanes(memory, marks)
-        self._marks = marks
+        self.marks = marks
         bases, self.size_bytes = bases_of([plan.data_bytes for plan in plans])
         self._slots = [(base, slot) for base, plan in zip(bases, plans, strict=True) for slot in plan.slots]
         for base, plan in zip(bases, plans, strict=True):
@@ -129,7 +140,7 @@ class Stager:
     ) -> Iterator[tuple[int, torch.Tensor, int]]:
         """(target address, contiguous source, bytes) of each copy within the host; those from devices are started."""
         wanted = None if chosen is None else frozenset(chosen)
-        for device, mark in self._marks.items():
+        for device, mark in self.marks.items():
             # What makes a tensor contiguous runs on this thread's own stream, which knows nothing of the training's.
             torch.cuda.current_stream(device).wait_event(mark)
         for base, slot in self._slots:
@@ -155,6 +166,33 @@ def compute_marks(tensors: Iterable[Held]) -> dict[torch.device, torch.cuda.Even
                 marks[device] = torch.cuda.Event()
                 marks[device].record(torch.cuda.current_stream(device))
     return marks
+
+
+def cloned_on_device(tensors: tuple[Held, ...], late: frozenset[int]) -> tuple[tuple[Held, ...], frozenset[int]]:
+    """Small device tensors that cannot wait, as copies on their device, which can: so nobody waits for the device.
+
+    Returns the tensors with these copies among them, and ``late`` with their indices. Where they are too many bytes for
+    the device, nothing is cloned.
+    """
+    early = [i for i, held in enumerate(tensors) if i not in late and any(local.is_cuda for local in held)]
+    total = sum(local.numel() * local.element_size() for i in early for local in tensors[i])
+    if not early or total > CLONED_BYTES:
+        return tensors, late
+    copies = list(tensors)
+    for i in early:
+        copies[i] = tuple(local.clone() if local.is_cuda else local for local in tensors[i])
+    return tuple(copies), late | frozenset(i for i in early if all(local.is_cuda for local in tensors[i]))
+
+
+@contextlib.contextmanager
+def side_streams(marks: Mapping[torch.device, torch.cuda.Event]) -> Iterator[None]:
+    """What this thread asks of these devices runs beside the training, from the marks on."""
+    with contextlib.ExitStack() as entered:
+        for device, mark in marks.items():
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(mark)
+            entered.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def fill(
