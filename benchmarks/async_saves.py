@@ -65,6 +65,7 @@ def among_peers(context: Context) -> list[Result]:
                 loop = _loop_with(trainer, each, saves=SAVES, every=EVERY[context.world])
                 after = _plain_loop(trainer, half)
                 seen[each.name].append(loop)
+                context.note(f"  {each.name}: {loop.wall_s:.2f} s; {sum(before + after):.2f} s without saves")
                 added[each.name].append((loop.wall_s - sum(before) - sum(after)) / SAVES)
                 usual = statistics.median(before + after)
                 if loop.writing:
@@ -171,19 +172,22 @@ def alone(context: Context) -> list[Result]:
 
 
 class WarmCopy:
-    """The state copied into memory that is already there, by all cores that the rank has."""
+    """The state copied into memory that is already there, by all cores that the rank has or by one."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Allocate and touch the memory."""
         self.source = [local_tensor(tensor).detach() for tensor in trainer.tensors().values()]
         self.target = [torch.zeros_like(tensor) for tensor in self.source]
 
-    def seconds(self, context: Context) -> float:
+    def seconds(self, context: Context, threads: int | None = None) -> float:
         """The time of one copy of the whole state; the slowest rank's."""
+        usual = torch.get_num_threads()
+        torch.set_num_threads(threads or usual)
         self.copy()
         context.barrier()
         began = time.perf_counter()
         self.copy()
+        torch.set_num_threads(usual)
         return max(context.gather(time.perf_counter() - began))  # type: ignore[type-var]
 
     def copy(self) -> None:
@@ -196,10 +200,12 @@ def _staging_rows(context: Context, what: str, trainer: Trainer, copy: WarmCopy)
     """Blocked time of both ways of staging, and the first save against the tenth."""
     modes = {mode: KeepstepAsync(context, staging=mode, name=f"keepstep {mode}") for mode in ("block", "overlap")}
     copies: list[float] = []
+    single: list[float] = []
     steps: list[float] = []
     loops: dict[str, list[Loop]] = {mode: [] for mode in modes}
     for _ in range(context.rounds):
         copies.append(copy.seconds(context))
+        single.append(copy.seconds(context, threads=1))
         for mode, each in modes.items():
             loops[mode].append(_loop_with(trainer, each, saves=OWN_SAVES, every=OWN_EVERY[context.world]))
         steps.append(statistics.median(_plain_loop(trainer, EVERY[context.world])))
@@ -211,6 +217,8 @@ def _staging_rows(context: Context, what: str, trainer: Trainer, copy: WarmCopy)
     block, overlap = blocked["block"], blocked["overlap"]
     rows = [
         result(f"{what}: warm copy of the state in memory", statistics.median(copies), "s"),
+        result(f"{what}: warm copy of the state in memory, one thread", statistics.median(single), "s"),
+        _ratio_row(f"{what}: training thread blocked: keepstep, block", block, single, "warm copy, one thread"),
         _ratio_row(f"{what}: training thread blocked: keepstep, block", block, copies, "warm copy", Bar("<=", 1.3)),
         _ratio_row(f"{what}: training thread blocked: keepstep, overlap", overlap, block, "block", Bar("<=", 0.1)),
         _ratio_row(f"{what}: training thread blocked: keepstep, overlap", overlap, steps, "a step", Bar("<=", 0.02)),

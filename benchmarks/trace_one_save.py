@@ -39,12 +39,13 @@ COLOURS = {
     "capture": "#d35454",
     "plan": "#f1c40f",
     "copy": "#27ae60",
-    "stage": "#27ae60",
+    "stage": "#1e8449",
     "write": "#2980b9",
     "receipts": "#a569bd",
     "commit": "#6c3483",
 }
 OTHER = "#555555"
+SHORT_S = 20e-6  # what takes less is not drawn
 LEFT, WIDTH, ROW, TOP = 230, 900, 40, 56
 
 
@@ -70,7 +71,7 @@ def spans_of(record: dict[str, Any], steps: Sequence[Step], boundary_s: float) -
         spans += [
             Span("loop", kind, begin, end) for kind, begin, end in zip(kinds, moments[:-1], moments[1:], strict=True)
         ]
-    return spans
+    return [span for span in spans if span.end_s - span.begin_s > SHORT_S]
 
 
 def draw(spans: Sequence[Span], title: str) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from contestants import local_tensor
 from harness import REPOSITORY, Context
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
@@ -66,6 +67,8 @@ class Trainer:
         self.scheduler = train_gpt.make_scheduler(self.optimizer, 10, 100_000)
         batches = train_gpt.Batches(train_gpt.python_sources(500_000), BLOCK, SAMPLES, 1)
         self.training = train_gpt.Training(self.model, self.optimizer, self.scheduler, batches, ranks, False)
+        # Hooks of all optimizers run before those of one: this comes first of all, since it is registered first.
+        register_optimizer_step_pre_hook(self._reach)
         self.steps = 0
         self._fenced = self._freed = 0.0
         self.loop(3)
@@ -73,13 +76,11 @@ class Trainer:
     @contextmanager
     def fence_timed(self, register: Callable[[], None]) -> Iterator[None]:
         """Time what the hooks do that `register` puts in front of the optimizer's update."""
-        outer = self.optimizer.register_step_pre_hook(self._reach)
         register()
         inner = self.optimizer.register_step_pre_hook(self._leave)
         try:
             yield
         finally:
-            outer.remove()
             inner.remove()
 
     def loop(self, steps: int, boundary: Callable[[bool], None] | None = None, every: int = 0) -> list[Step]:
@@ -90,7 +91,6 @@ class Trainer:
             if boundary:
                 boundary(every > 0 and index % every == 0)
             trained = time.perf_counter()
-            self._fenced = self._freed = trained
             self.training.step(self.training.batches.sample_ids(self.steps))
             self.steps += 1
             seen.append(Step(began, trained, self._fenced, self._freed, time.perf_counter()))
@@ -113,7 +113,7 @@ class Trainer:
         return sum(local_tensor(tensor).nbytes for tensor in self.tensors().values())
 
     def _reach(self, *_: object) -> None:
-        self._fenced = time.perf_counter()
+        self._fenced = self._freed = time.perf_counter()
 
     def _leave(self, *_: object) -> None:
         self._freed = time.perf_counter()
