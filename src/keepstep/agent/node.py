@@ -36,7 +36,8 @@ def runtime_folder() -> Path:
     base = Path(f"/run/user/{os.getuid()}")
     folder = base / "keepstep" if base.is_dir() and os.access(base, os.W_OK) else None
     folder = folder or Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise AgentError(f"{folder} must be a folder of this user that nobody else can enter (mode 0700)")

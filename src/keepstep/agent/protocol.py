@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 MAX_FRAME_BYTES = 1 << 30
+PART_BYTES = 1 << 20
 HANDSHAKE_S = 5.0
 _MAGIC = b"keepstep"
 _LENGTH = struct.Struct("<I")
@@ -275,7 +276,7 @@ def recv_frame(connection: socket.socket, kind: Any) -> tuple[Any, int]:
         if size > MAX_FRAME_BYTES:
             raise EOFError(f"a frame of {size:,} bytes")
         return msgspec.json.decode(_recv(connection, size), type=kind), descriptor
-    except (EOFError, OSError, msgspec.MsgspecError) as err:
+    except (EOFError, OSError, msgspec.MsgspecError, RecursionError) as err:
         if descriptor >= 0:
             os.close(descriptor)
         raise EOFError(str(err)) from err
@@ -299,13 +300,13 @@ def _recv_head(connection: socket.socket) -> tuple[bytes, int]:
 
 
 def _recv(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        got = connection.recv_into(view[done:])
-        if not got:
+    data = bytearray()
+    while len(data) < size:
+        # Not all at once: what was announced need not come.
+        part = connection.recv(min(size - len(data), PART_BYTES))
+        if not part:
             raise EOFError("closed in the middle of a frame")
-        done += got
+        data += part
     return bytes(data)
 
 

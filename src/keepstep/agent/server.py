@@ -49,13 +49,14 @@ from keepstep.agent.protocol import (
 )
 from keepstep.errors import AgentError, CheckpointError, StagingError, UsageError
 from keepstep.format.failure import failure_of
-from keepstep.move.arena import Arena, check_budget, shared_memory
+from keepstep.move.arena import Arena, bases_of, check_budget, shared_memory
 from keepstep.storage.base import Subfolder
 from keepstep.storage.local import LocalStorage
 
 __all__ = ["Agent", "main"]
 
 LINGER_S = 60.0
+PAUSE_S = 0.2
 NICE = 5
 _log = logging.getLogger("keepstep")
 
@@ -98,6 +99,7 @@ class Agent:
         self._lock = threading.Lock()
         self._connected = 0
         self._numbers = 0
+        self._coming_bytes = 0
         self._started = time.time()
         self._last_seen = time.monotonic()
         self._leaving = threading.Event()
@@ -119,7 +121,9 @@ class Agent:
                     self._last_seen = time.monotonic()
             if time.monotonic() - self._last_seen > self._linger_s and self._may_leave():
                 break
-        self._path.unlink(missing_ok=True)
+        else:
+            # Only here: where it was removed already, another agent's socket may be in its place by now.
+            self._path.unlink(missing_ok=True)
         _log.info("leaving: %d saves committed, %d failed", self._hub.board.committed, self._hub.board.failed)
 
     def _may_leave(self) -> bool:
@@ -133,14 +137,20 @@ class Agent:
     def _accept(self) -> None:
         while True:
             select.select([self._socket], [], [])
-            with self._lock:
-                connection, _ = self._socket.accept()
-                self._connected += 1
+            try:
+                with self._lock:
+                    connection, _ = self._socket.accept()
+                    self._connected += 1
+            except OSError as err:
+                _log.warning("a trainer could not be let in: %s", err)
+                time.sleep(PAUSE_S)
+                continue
             uid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
             if uid != os.getuid():
                 _log.warning("a process of user %d was refused", uid)
                 connection.close()
-                self._connected -= 1
+                with self._lock:
+                    self._connected -= 1
                 continue
             trainer = _Trainer(connection)
             threading.Thread(target=self._serve, args=(trainer,), daemon=True).start()
@@ -160,22 +170,22 @@ class Agent:
     def _answer(self, trainer: _Trainer, request: Request) -> None:
         try:
             body = self._carry_out(trainer, request)
-        except CheckpointError as err:
-            body = Refused(failure_of(err))
         except Exception as err:  # noqa: BLE001  one request must not end the agent
-            _log.exception("request %s failed", type(request.body).__name__)
-            body = Refused(failure_of(AgentError(f"{type(err).__name__}: {err}")))
+            body = _refused(err)
         if body is not None:
             trainer.send(request.number, body)
 
     def _carry_out(self, trainer: _Trainer, request: Request) -> ToTrainer | None:
         """What to answer now; None when the answer comes by itself."""
         body = request.body
+        if not trainer.is_trainer and not isinstance(body, Hello | Drain | Status | Stop):
+            raise UsageError("whoever wants to save says first who it is")
         match body:
             case Hello():
-                trainer.pid, trainer.rank, trainer.is_trainer = body.pid, body.rank, True
-                with self._lock:
-                    self._trainers.append(trainer)
+                if not trainer.is_trainer:
+                    trainer.pid, trainer.rank, trainer.is_trainer = body.pid, body.rank, True
+                    with self._lock:
+                        self._trainers.append(trainer)
                 return self._report()
             case NeedArena():
                 self._later(trainer, request.number, partial(self._give_arena, trainer, body))
@@ -210,8 +220,8 @@ class Agent:
             try:
                 done = work()
                 body, descriptor = done if isinstance(done, tuple) else (done, -1)
-            except CheckpointError as err:
-                body, descriptor = Refused(failure_of(err)), -1
+            except Exception as err:  # noqa: BLE001  thread entry: whoever waits for the answer gets one
+                body, descriptor = _refused(err), -1
             trainer.send(number, body, descriptor)
 
         threading.Thread(target=run, daemon=True).start()
@@ -224,6 +234,8 @@ class Agent:
 
     def _give_arena(self, trainer: _Trainer, need: NeedArena) -> tuple[ToTrainer, int]:
         with self._lock:
+            if trainer not in self._trainers:
+                raise AgentError("the trainer has left")
             dropped = trainer.arenas.pop(need.drop, None)
             if dropped is not None:
                 _free(dropped)
@@ -236,18 +248,22 @@ class Agent:
             while self._spare:
                 _free(self._spare.pop())
             held = sum(arena.arena.size_bytes for one in self._trainers for arena in one.arenas.values())
-            check_budget(need.size_bytes, need.budget_bytes, held)
+            check_budget(need.size_bytes, need.budget_bytes, held + self._coming_bytes)
+            self._coming_bytes += need.size_bytes
             self._numbers += 1
             number = self._numbers
-        descriptor = shared_memory(need.size_bytes)
+        shared = None
         try:
-            arena = Arena(need.size_bytes, ring=False, descriptor=descriptor)
-        except StagingError:
-            os.close(descriptor)
-            raise
-        with self._lock:
-            trainer.arenas[number] = _SharedArena(number, descriptor, arena)
-        return ArenaGiven(number, arena.size_bytes), descriptor
+            shared = _make(number, need.size_bytes)
+        finally:
+            with self._lock:
+                self._coming_bytes -= need.size_bytes
+                if shared is not None and trainer in self._trainers:
+                    trainer.arenas[number] = shared
+                elif shared is not None:
+                    # It died meanwhile; the next one may have it.
+                    self._spare.append(shared)
+        return ArenaGiven(number, shared.arena.size_bytes), shared.descriptor
 
     def _submit(self, trainer: _Trainer, submit: Submit) -> None:
         shared = trainer.arenas.get(submit.write.arena)
@@ -256,6 +272,9 @@ class Agent:
             raise UsageError(
                 f"attempt {submit.attempt} was not begun here, or arena {submit.write.arena} is not its own"
             )
+        sizes = [head.data_bytes for head in submit.write.heads]
+        if min(sizes, default=0) < 0 or bases_of(sizes)[1] > shared.arena.size_bytes:
+            raise UsageError(f"files of {sizes} bytes are not in an arena of {shared.arena.size_bytes:,} bytes")
         root = LocalStorage(submit.write.root)
         place = Place(Subfolder(root, submit.write.folder) if submit.write.folder else root, root)
         self._hub.submit(submit, place, shared.arena)
@@ -298,6 +317,22 @@ class Agent:
                 failed=self._hub.board.failed,
                 linger_s=self._linger_s,
             )
+
+
+def _refused(error: Exception) -> Refused:
+    if not isinstance(error, CheckpointError):
+        _log.error("a request failed", exc_info=error)
+        error = AgentError(f"{type(error).__name__}: {error}")
+    return Refused(failure_of(error))
+
+
+def _make(number: int, size_bytes: int) -> _SharedArena:
+    descriptor = shared_memory(size_bytes)
+    try:
+        return _SharedArena(number, descriptor, Arena(size_bytes, ring=False, descriptor=descriptor))
+    except StagingError:
+        os.close(descriptor)
+        raise
 
 
 def _free(shared: _SharedArena) -> None:
