@@ -124,7 +124,22 @@ class HoldsOnToBuffers(MemoryStorage):
         return upload
 
 
+class GluesLines(MemoryStorage):
+    """Appends to whatever a crash has left."""
+
+    def append_line(self, name, line):
+        there = name in dict(self.list(""))
+        self.put(name, (bytes(self._blobs[name]) if there else b"") + line)
+
+
+class KeepsTheLastLine(MemoryStorage):
+    def append_line(self, name, line):
+        self.put(name, line)
+
+
 FAULTS = {
+    GluesLines: "test_appended_lines_stay_whole",
+    KeepsTheLastLine: "test_appended_lines_stay_whole",
     SilentlyShort: "test_reading_past_the_end_is_an_error",
     PublishesOnClose: "test_an_abandoned_upload_leaves_nothing",
     KeepsThePadding: "test_a_blob_of_any_size_comes_back",

@@ -299,6 +299,7 @@ class AgentClient(Background):
             self._dead = why
             replies, self._replies = self._replies, {}
             attempts = list(self._decisions)
+        self._connection.close()
         for answer in replies.values():
             answer.set_result((Refused(Failure(AgentError.code, why)), -1))
         text = f"{why}. Whether the step was committed is not known here; only committed steps exist"
@@ -322,7 +323,7 @@ class AgentClient(Background):
 os.register_at_fork(after_in_child=AgentClient._forget)
 
 
-def call_agent(path: Path, body: Status | Stop, timeout_s: float = 10.0) -> Any:
+def call_agent(path: Path, body: Status | Drain | Stop, timeout_s: float = 10.0) -> Any:
     """One request to the agent behind a socket, from whoever is not its trainer.
 
     Raises:

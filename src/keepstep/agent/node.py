@@ -13,7 +13,9 @@ import hashlib
 import json
 import os
 import platform
+import socket
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from typing import ClassVar
 
 from keepstep.errors import AgentError, RunOwnedError
 
-__all__ = ["Owner", "agent_log", "agent_names", "lock", "runtime_folder", "socket_path"]
+__all__ = ["Owner", "agent_log", "agent_names", "listener_at", "lock", "runtime_folder", "socket_path"]
 
 OWNER_PATIENCE_S = 10.0
 
@@ -54,11 +56,25 @@ def agent_names() -> list[Path]:
     return sorted(runtime_folder().glob(f"{_network()}-*.sock"))
 
 
-def agent_log(root: str) -> Path:
-    """The agent's log, beside the run; in the private folder when the run's folder cannot be written."""
+def listener_at(path: Path) -> int:
+    """The process that listens at a socket, whether it answers or not; 0 when nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return 0
+        return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def agent_log(root: str, *, make: bool = True) -> Path:
+    """The agent's log, beside the run; in the private folder when the run's folder cannot be written.
+
+    With ``make`` a run's folder that is missing is made, for whoever is about to write there.
+    """
     folder = Path(root)
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder / f"agent.{platform.node()}.log"
     return runtime_folder() / f"{_mark(root)}.log"

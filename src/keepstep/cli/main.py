@@ -16,9 +16,11 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import keepstep
+from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_agents
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.places import folder_at, is_step, root_at, step_at
 from keepstep.cli.showing import print_step, read_step
+from keepstep.cli.stats import print_stats, read_stats
 from keepstep.cli.verifying import print_result, verify_root, verify_step
 from keepstep.cli.words import safe
 from keepstep.errors import CheckpointError, StorageError
@@ -46,12 +48,19 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     name="keepstep",
-    help="Looks at the checkpoints of training runs: lists, shows and verifies them. Changes nothing.",
+    help="Looks at the checkpoints of training runs: lists, shows and verifies them. Changes no run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+agent = typer.Typer(
+    help="Look at the background agents of this user on this machine, or have them leave.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(agent, name="agent")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")]
 
@@ -121,6 +130,46 @@ def verify_steps(
     else:
         print_result(verification, _console())
     raise typer.Exit(verification.exit_status)
+
+
+@app.command("stats")
+def show_stats(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    last: Annotated[int | None, typer.Option("--last", metavar="N", min=1, help="Only the newest N saves.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what the saves of a run have cost: one line each, percentiles, and what failed."""
+    stats = read_stats(root_at(root), last)
+    if as_json:
+        _print_json(stats)
+    else:
+        print_stats(stats, _console())
+
+
+@agent.command("status")
+def show_agents(as_json: Json = False) -> None:
+    """Show every agent of this user on this machine, and what it is doing."""
+    found = read_agents()
+    if as_json:
+        _print_json(found)
+    else:
+        print_agents(found, _console())
+
+
+@agent.command("stop")
+def stop_agent(
+    root: Annotated[str | None, typer.Argument(metavar="ROOT", help="The folder of a run.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All agents of this user on this machine.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Give up what is not decided yet.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Have agents leave, once what was submitted to them is decided. The exit status says whether all of it was kept."""
+    stopping = stop_agents(root, everything=everything, now=now)
+    if as_json:
+        _print_json(stopping)
+    else:
+        print_stopped(stopping, root, _console())
+    raise typer.Exit(stopping.exit_status)
 
 
 def main() -> None:

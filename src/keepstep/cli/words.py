@@ -7,7 +7,17 @@ from collections.abc import Mapping
 
 from keepstep.format.layout import Layout, Mesh, parts
 
-__all__ = ["age_s", "age_words", "layout_words", "metric_words", "piece_count", "plural", "safe", "size_words"]
+__all__ = [
+    "age_s",
+    "age_words",
+    "layout_words",
+    "metric_words",
+    "piece_count",
+    "plural",
+    "safe",
+    "size_words",
+    "time_words",
+]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -46,6 +56,12 @@ def age_words(seconds: float | None) -> str:
         if seconds < limit:
             return f"{max(0, int(seconds / length))} {unit}"
     return f"{int(seconds / 86_400)} d"
+
+
+def time_words(seconds: float) -> str:
+    """``0.83 ms``, ``24.1 ms``, ``1.25 s``, ``107 s``: three digits."""
+    amount, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1e3, "ms")
+    return f"{amount:.{2 if amount < 9.995 else 1 if amount < 99.95 else 0}f} {unit}"
 
 
 def metric_words(metrics: Mapping[str, float | None]) -> str:

@@ -103,9 +103,10 @@ class Storage(ABC):
         """Writes a small blob whole unless the name is taken; False when it is. Of many callers exactly one gets True."""
 
     def append_line(self, name: str, line: bytes) -> None:
-        """Adds a line to a blob of lines that only one process writes. It may be lost in a crash, the others are not.
+        """Adds a line, with its newline, to a blob of lines that only one process writes; makes the blob when it is absent.
 
-        A storage that can append does better than this, which writes the blob anew.
+        It may be lost or cut off in a crash; the lines before and after it are not. A reader sees whole lines before it. A
+        storage that can append does better than this, which writes the blob anew.
         """
         try:
             before = read_blob(self, name, MAX_LINES_BYTES)
@@ -113,7 +114,7 @@ class Storage(ABC):
             if err.errno != errno.ENOENT:
                 raise
             before = b""
-        self.put(name, before + line)
+        self.put(name, before + (b"\n" if before and not before.endswith(b"\n") else b"") + line)
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:

@@ -75,13 +75,16 @@ class LocalStorage(Storage):
             return True
 
     def append_line(self, name: str, line: bytes) -> None:
-        """One write at the end of the file."""
+        """At the end of the file; a line before it that a crash or a full disk has cut off stays a line of its own."""
         path = self._path(name)
         try:
             _make_folders(path.parent)
-            descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
-                os.write(descriptor, line)
+                size = os.fstat(descriptor).st_size
+                left = line if not size or os.pread(descriptor, 1, size - 1) == b"\n" else b"\n" + line
+                while left:
+                    left = left[os.write(descriptor, left) :]
             finally:
                 os.close(descriptor)
         except OSError as err:
