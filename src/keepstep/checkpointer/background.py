@@ -34,6 +34,7 @@ from keepstep.checkpointer.staged import Desk, StagedSave
 from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, UsageError
 from keepstep.ranks import Ranks
 from keepstep.state.capture import capture
+from keepstep.state.recall import Recall
 from keepstep.state.size import expected_bytes
 from keepstep.storage.base import Closing, Storage
 from keepstep.storage.local import LocalStorage
@@ -96,6 +97,7 @@ class BackgroundSaves(Closing):
         self._slots = [Slot() for _ in range(manner.arenas)]
         self._at_work: Background | None = None
         self._warm = False
+        self._recall = Recall()
         self._reviving: threading.Thread | None = None
         self._failed_to_start: CheckpointError | None = None
         self._join = Join()
@@ -184,7 +186,8 @@ class BackgroundSaves(Closing):
                     if attempt.step < 0:
                         raise UsageError(f"step {attempt.step} is negative")
                     overlap = self._manner.staging == "overlap"
-                    snapshot = capture(state, rank=self._ranks.rank, world=self._ranks.world, overlap=overlap)
+                    rank, world = self._ranks.rank, self._ranks.world
+                    snapshot = capture(state, rank=rank, world=world, overlap=overlap, recall=self._recall)
                 with timeline.span("plan"):
                     agreed = agree(phase, self._ranks, storage, snapshot, attempt)
             if agreed.skip or slot is None:

@@ -75,6 +75,7 @@ class TorchValue(msgspec.Struct, frozen=True):
     text: str
 
 
+MANY = 64
 _NEVER_REFUSED = frozenset({TensorRef, type(None), bool, int, float, str, bytes})
 """Whoever cannot be refused needs no path to be named by."""
 
@@ -143,6 +144,9 @@ def _lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
             if getattr(value, name) != usual:
                 lowered[name] = getattr(value, name)
         return lowered
+    if kind is msgspec.Raw:
+        # Encoded before, and unchanged since.
+        return value
     if kind is int:
         return value if -_INT64 <= value < _INT64 else write_atom(value)
     if kind is float:
@@ -181,6 +185,9 @@ def _lower_pairs(value: Any, path: str, depth: int, refused: list[str]) -> list[
 
 def _lower_items(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
     def lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
+        if len(value) > MANY and set(map(type, value)) == {int} and -_INT64 <= min(value) and max(value) < _INT64:
+            # Such as the state of a random number generator: every number is what JSON has already.
+            return {"$": tag, "v": list(value)}
         return {
             "$": tag,
             "v": [

@@ -7,13 +7,15 @@ stored is collected and refused at once, before a byte is written.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
+from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
 from keepstep.state.shard import LayoutTable, is_dtensor
 
 __all__ = ["Collector", "Snapshot", "capture", "names_of"]
@@ -60,11 +63,13 @@ class Snapshot:
     late: frozenset[int]
 
 
-def capture(state: Mapping[str, Any], *, rank: int, world: int, overlap: bool = False) -> Snapshot:
+def capture(
+    state: Mapping[str, Any], *, rank: int, world: int, overlap: bool = False, recall: Recall | None = None
+) -> Snapshot:
     """The state as it is now. Not collective; call on the training thread, at a step boundary.
 
     Tensors are not copied: they must not change until they are staged. Plain values are copied. With ``overlap`` the
-    snapshot also says which tensors may be copied later.
+    snapshot also says which tensors may be copied later. With ``recall`` an unchanged structure is proved, not found again.
 
     Raises:
         UnsafeValueError: lists every value and tensor that cannot be stored, each with its key and type.
@@ -74,7 +79,14 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int, overlap: bool = 
         raise UsageError(f"a state is a TrainState or a dict with non-empty string keys, not {type(state).__name__}")
     if "__metadata__" in state:
         raise UsageError("a component cannot be called __metadata__: shard files use the name for themselves")
-    collector = Collector(LayoutTable(rank, world, [Mesh((world,))]), state, overlap=overlap)
+    if recall is not None and recall.kept:
+        with contextlib.suppress(ChangedError):
+            return _captured(state, recall.table or LayoutTable(rank, world, [Mesh((world,))]), overlap, recall)
+    return _captured(state, LayoutTable(rank, world, [Mesh((world,))]), overlap, recall)
+
+
+def _captured(state: Mapping[str, Any], layouts: LayoutTable, overlap: bool, recall: Recall | None) -> Snapshot:
+    collector = Collector(layouts, state, overlap=overlap, recall=recall)
     if overlap:
         collector.guarded = guarded_memory(state)
     tree: dict[str, Any] = {}
@@ -98,6 +110,11 @@ def capture(state: Mapping[str, Any], *, rank: int, world: int, overlap: bool = 
     own = encode(collector.own_values, refused=[]) if collector.own_values else b""
     if collector.refused:
         raise UnsafeValueError(collector.refused)
+    if recall is not None:
+        if recall.layouts not in (0, len(layouts.layouts)):
+            recall.forget("")
+            raise ChangedError
+        recall.table, recall.layouts = layouts, len(layouts.layouts)
     structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))
     return Snapshot(
         tree=encoded,
@@ -157,6 +174,7 @@ class Collector:
     refused: list[str] = field(default_factory=list)
     tensor_bytes: int = 0
     overlap: bool = False
+    recall: Recall | None = None
     guarded: frozenset[int] = frozenset()
     late: list[int] = field(default_factory=list)
     _stepped: bool = False
@@ -207,12 +225,16 @@ class Collector:
             inner = unwrap(value)
             first = buffer_names(inner) if broadcast_buffers(value) else set()
             self._first_wins = frozenset(join(path, name) for name in first)
-            tree = self._walk(module_state(inner), path)
+            tree = self._recalled(module_state(inner), path)
             self._first_wins = frozenset()
             return ObjectNode("module", type(inner).__name__, tree)
         if isinstance(value, torch.optim.Optimizer):
             self._stepped = self.overlap and has_hook(value)
-            tree = self._walk(optimizer_state(value, names_of(self.state)), path)
+            parts = optimizer_state(value, names_of(self.state))
+            tree = {
+                key: self._recalled(item, join(path, key)) if key == "state" else self.visit(item, join(path, key))
+                for key, item in parts.items()
+            }
             self._stepped = False
             return ObjectNode("optimizer", type(value).__name__, tree)
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -221,6 +243,46 @@ class Collector:
 
     def _walk(self, tree: dict[str, Any], path: str) -> dict[Any, Any]:
         return {key: self.visit(item, join(path, key)) for key, item in tree.items()}
+
+    def _recalled(self, tree: dict[str, Any], path: str) -> Any:
+        """The node of a large dictionary: as it was encoded before when nothing but the tensors' contents has changed."""
+        recall = self.recall
+        if recall is None or self._inside_rank:
+            return self._walk(tree, path)
+        known = recall.kept.get(path)
+        if known is not None:
+            return self._replayed(known, tree, path, recall)
+        before, size = len(self.specs), self.tensor_bytes
+        node = self._walk(tree, path)
+        template = template_of(tree)
+        if template is None or recall.layouts:
+            return node
+        keys = list(_keys_in(node))
+        specs = {spec.key: spec for spec in self.specs}
+        entries = entries_of(tree, keys, self.aliases, specs)
+        if entries is not None and sum(entry.first == entry.key for entry in entries) == len(self.specs) - before:
+            raw = msgspec.Raw(encode(node, path, refused=self.refused))
+            size = self.tensor_bytes - size
+            recall.learn(path, Remembered(template, entries, raw, self.folder, self._first_wins, size))
+        return node
+
+    def _replayed(self, known: Remembered, tree: dict[str, Any], path: str, recall: Recall) -> Any:
+        try:
+            if (known.folder, known.rules) != (self.folder, self._first_wins):
+                raise ChangedError
+            for entry, local, at in replay(known, tree, self._seen):
+                if self.overlap and entry.local_bytes >= LATE_BYTES and (self._stepped or at in self.guarded):
+                    self.late.append(len(self.specs))
+                self.specs.append(entry.spec)
+                self.locals.append((local,))
+        except ChangedError:
+            recall.forget(path)
+            raise
+        for entry in known.entries:
+            if entry.first != entry.key:
+                self.aliases[entry.key] = entry.first
+        self.tensor_bytes += known.tensor_bytes
+        return known.raw
 
     def _per_rank(self, value: PerRank, path: str) -> Any:
         if self._inside_rank:
@@ -269,6 +331,15 @@ class Collector:
         self.locals.append(held)
         self.tensor_bytes += math.prod(shard.shape) * ITEM_BYTES[shard.dtype]
         return ref
+
+
+def _keys_in(node: Any) -> Iterator[str]:
+    """The keys of the tensors below a node, in order."""
+    if type(node) is TensorRef:
+        yield node.key
+    elif type(node) in (dict, list, tuple):
+        for item in node.values() if type(node) is dict else node:
+            yield from _keys_in(item)
 
 
 def wrapped(value: torch.Tensor) -> dict[str, torch.Tensor] | None:
