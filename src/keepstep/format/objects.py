@@ -185,7 +185,7 @@ def _lower_pairs(value: Any, path: str, depth: int, refused: list[str]) -> list[
 
 def _lower_items(tag: str) -> Callable[[Any, str, int, list[str]], Any]:
     def lower(value: Any, path: str, depth: int, refused: list[str]) -> Any:
-        if len(value) > MANY and set(map(type, value)) == {int} and -_INT64 <= min(value) and max(value) < _INT64:
+        if len(value) > MANY and set(map(type, value)) == {int} and min(value) >= -_INT64 and max(value) < _INT64:
             # Such as the state of a random number generator: every number is what JSON has already.
             return {"$": tag, "v": list(value)}
         return {

@@ -82,6 +82,8 @@ def capture(
     if recall is not None and recall.kept:
         with contextlib.suppress(ChangedError):
             return _captured(state, recall.table or LayoutTable(rank, world, [Mesh((world,))]), overlap, recall)
+    if recall is not None:
+        recall.clear()
     return _captured(state, LayoutTable(rank, world, [Mesh((world,))]), overlap, recall)
 
 
@@ -276,7 +278,7 @@ class Collector:
                 self.specs.append(entry.spec)
                 self.locals.append((local,))
         except ChangedError:
-            recall.forget(path)
+            recall.miss(path)
             raise
         for entry in known.entries:
             if entry.first != entry.key:

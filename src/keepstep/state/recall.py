@@ -74,10 +74,13 @@ class Recall:
     kept: dict[str, Remembered] = field(default_factory=dict)
     _misses: dict[str, int] = field(default_factory=dict)
 
-    def forget(self, path: str) -> None:
-        """Nothing is remembered any more, because of what was found at ``path``: again and again, and it is let be."""
+    def clear(self) -> None:
+        """Nothing is remembered any more."""
         self.table, self.layouts = None, 0
         self.kept.clear()
+
+    def miss(self, path: str) -> None:
+        """What was remembered of ``path`` is not so any more. Again and again, and it will not be remembered."""
         self._misses[path] = self._misses.get(path, 0) + 1
 
     def learn(self, path: str, known: Remembered) -> None:
