@@ -114,7 +114,6 @@ def _captured(state: Mapping[str, Any], layouts: LayoutTable, overlap: bool, rec
         raise UnsafeValueError(collector.refused)
     if recall is not None:
         if recall.layouts not in (0, len(layouts.layouts)):
-            recall.forget("")
             raise ChangedError
         recall.table, recall.layouts = layouts, len(layouts.layouts)
     structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))
