@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -355,21 +357,13 @@ class KeepstepAsync:
         self.checkpointer.close()
         self.context.barrier()
         if self.context.rank == 0:
-            _stop_agent(self.root)
+            command = Path(sys.executable).with_name("keepstep")
+            subprocess.run([command, "agent", "stop", self.root], check=True, stdout=subprocess.DEVNULL)
         self.context.barrier()
 
     def records(self) -> list[dict[str, Any]]:
         """What the run's own records say about its saves, oldest first."""
         return [json.loads(line) for line in (self.root / "saves.jsonl").read_text().splitlines()]
-
-
-def _stop_agent(root: Path) -> None:
-    from keepstep.agent.client import call_agent
-    from keepstep.agent.node import socket_path
-    from keepstep.agent.protocol import Stop
-    from keepstep.storage.local import storage_of
-
-    call_agent(socket_path(storage_of(root).url), Stop())
 
 
 def peers(context: Context) -> list[AsyncContestant]:

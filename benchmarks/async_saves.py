@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from async_contestants import AsyncContestant, DcpAsync, KeepstepAsync, TorchCheckpointingAsync, peers
+from async_contestants import AsyncContestant, DcpAsync, KeepstepAsync, peers
 from contestants import local_tensor
 from harness import MIB, Bar, Context, Entry, Result, median_ratio, play, remove, result, run_question
 from memory import reset_high_water, status
@@ -23,9 +23,9 @@ from rawio import RawLimit
 from training import Step, Trainer, process_group
 
 SAVES, OWN_SAVES = 3, 10  # in a loop among peers; in one of keepstep's own, where the tenth save is wanted
-EVERY = {1: 6, 2: 2}  # steps from one save to the next, by ranks: about as long as the slowest peer's saves take
-OWN_EVERY = {1: 3, 2: 1}
-SETTLE = 2  # steps after `open` and before the loop, without a save
+EVERY = {1: 5, 2: 2}  # steps from one save to the next, by ranks: about as long as the slowest peer's saves take
+OWN_EVERY = {1: 2, 2: 1}
+SETTLE = 1  # steps after `open` and before the loop, without a save
 SLACK_MIB = 32
 
 
@@ -58,18 +58,21 @@ def among_peers(context: Context) -> list[Result]:
         added: dict[str, list[float]] = {each.name: [] for each in everyone}
         inflation: dict[str, list[float]] = {each.name: [] for each in everyone}
         base_steps: list[float] = []
-        half = SAVES * EVERY[context.world] // 2
+        every = EVERY[context.world]
+        half = -(-SAVES * every // 2)
         for turn in range(context.rounds):
             before = _plain_loop(trainer, half)
             for each in everyone:
-                loop = _loop_with(trainer, each, saves=SAVES, every=EVERY[context.world])
+                loop = _loop_with(trainer, each, saves=SAVES, every=every)
                 after = _plain_loop(trainer, half)
                 seen[each.name].append(loop)
-                context.note(f"  {each.name}: {loop.wall_s:.2f} s; {sum(before + after):.2f} s without saves")
-                added[each.name].append((loop.wall_s - sum(before) - sum(after)) / SAVES)
+                added[each.name].append(loop.wall_s / SAVES - every * statistics.mean(before + after))
                 usual = statistics.median(before + after)
                 if loop.writing:
                     inflation[each.name].append(statistics.median(loop.writing) / usual - 1)
+                context.note(
+                    f"    {each.name}: {SAVES * every} steps in {loop.wall_s:.2f} s, usually {usual:.3f} s each"
+                )
                 base_steps += after
                 before = after
             told = "  ".join(f"{name} +{added[name][-1]:.3f}s" for name in added)
@@ -203,7 +206,7 @@ def _staging_rows(context: Context, what: str, trainer: Trainer, copy: WarmCopy)
     single: list[float] = []
     steps: list[float] = []
     loops: dict[str, list[Loop]] = {mode: [] for mode in modes}
-    for _ in range(context.rounds):
+    for _ in range(max(2, context.rounds - 1)):  # each has twenty saves
         copies.append(copy.seconds(context))
         single.append(copy.seconds(context, threads=1))
         for mode, each in modes.items():
@@ -238,7 +241,7 @@ def _staging_rows(context: Context, what: str, trainer: Trainer, copy: WarmCopy)
 def _idle_rows(context: Context, what: str, trainer: Trainer) -> list[Result]:
     """Time to durable while nobody trains, against the raw limit."""
     raw = RawLimit(context, trainer.state_bytes)
-    raw.calibrate_write(context.directory, rounds=2)
+    raw.calibrate_write(context.directory, rounds=1)
     root = context.directory / "idle"
     entries = [_raw_entry(context, raw)]
     ours = None if context.peers_only else KeepstepAsync(context)
@@ -296,7 +299,6 @@ def _ratio_row(name: str, ours: list[float], theirs: list[float], against: str, 
 MEMORY: dict[str, Callable[[Context], AsyncContestant]] = {
     "keepstep": KeepstepAsync,
     "DCP-process": functools.partial(DcpAsync, process=True),
-    "torch_checkpointing": TorchCheckpointingAsync,
 }
 
 
