@@ -17,7 +17,7 @@ from keepstep.commit.catalog import read_catalog
 from keepstep.commit.conclude import Order, tidy
 from keepstep.commit.publish import commit_step, point_latest
 from keepstep.commit.records import RankTimes, SaveRecord, append_record, now_text, tails_of
-from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, StorageError
+from keepstep.errors import CommitTimeoutError, MismatchError
 from keepstep.format.failure import Failure, failure_of, failure_on
 from keepstep.format.manifest import Manifest, Receipt
 from keepstep.storage.base import Storage
@@ -48,10 +48,13 @@ class _Attempt:
     replicas: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
     order: Order | None = None
     place: Place | None = None
+    run: Storage | None = None
     background: str = ""
     staging: str = ""
     received: float = 0.0
+    told: bool = False
     settled: bool = False
+    far: Future[Decided] = field(default_factory=Future)
     decided: Future[Decided] = field(default_factory=Future)
 
 
@@ -69,8 +72,12 @@ class Board:
         for work in (self._commit_in_order, self._watch_deadlines):
             threading.Thread(target=work, name=f"keepstep-{work.__name__.strip('_')}", daemon=True).start()
 
-    def open(self, begin: Begin) -> Future[Decided]:
-        """Notes that a rank takes part; the first one opens the attempt. The future holds the decision, never an error."""
+    def open(self, begin: Begin, run: Storage | None = None, *, far: bool = False) -> Future[Decided]:
+        """Notes that a rank takes part; the first one opens the attempt. The future holds the decision, never an error.
+
+        ``run`` is where the attempt is recorded, whatever becomes of it; it comes with the coordinator's own rank. ``far``
+        is for ranks of other nodes: they hear of it first.
+        """
         with self._changed:
             attempt = self._attempts.get(begin.attempt)
             if attempt is None:
@@ -81,7 +88,8 @@ class Board:
                     if self._attempts[old].decided.done():
                         del self._attempts[old]
                         self._order.remove(old)
-            return attempt.decided
+            attempt.run = attempt.run or run
+            return attempt.far if far else attempt.decided
 
     def receive(self, part: Deliver, place: Place | None = None) -> None:
         """Takes what became of one rank's part. ``place`` comes with the coordinator's own part, which has the order."""
@@ -151,7 +159,7 @@ class Board:
         try:
             if manifest is not None and root is not None and in_run:
                 point_latest(root, manifest, digest)
-        except CheckpointError as err:
+        except Exception as err:  # noqa: BLE001  a storage of the user's may raise what it likes; the step exists
             _log.warning("the hint could not be moved to step %d: %s", manifest.step if manifest else -1, err)
         ended = time.monotonic()
         decided = Decided(attempt.begin.attempt, failure, manifest.total_bytes if manifest is not None else 0)
@@ -160,7 +168,7 @@ class Board:
             try:
                 if manifest is not None and root is not None and in_run and attempt.order is not None:
                     tidy(root, attempt.order, manifest)
-            except CheckpointError as err:
+            except Exception as err:  # noqa: BLE001  as above
                 _log.warning("tidying up failed; committed steps are untouched: %s", err)
             self._record(attempt, decided, ended)
         with self._changed:
@@ -170,7 +178,7 @@ class Board:
     def _decide(self, attempt: _Attempt) -> tuple[Failure | None, Manifest | None, str]:
         begin, order, place = attempt.begin, attempt.order, attempt.place
         if attempt.failures:
-            newest = _newest(place.root) if place is not None and place.root is not None else ""
+            newest = _newest(attempt.run) if attempt.run is not None else ""
             what = f"save of step {begin.step} failed; nothing of it was committed{newest}"
             return failure_on(what, attempt.failures, begin.world), None, ""
         if order is None or place is None:
@@ -198,7 +206,7 @@ class Board:
     def _record(self, attempt: _Attempt, decided: Decided, ended: float) -> None:
         """One line about the save, in the run's folder and in the log. Failing here loses nothing."""
         begin, failure = attempt.begin, decided.failure
-        root = attempt.place.root if attempt.place is not None else None
+        run = attempt.run
         if failure is None:
             self.committed += 1
             _log.info(
@@ -206,24 +214,28 @@ class Board:
             )
         else:
             self.failed += 1
-            newest = _newest(root) if root is not None else ""
+            newest = "" if run is None or attempt.failures else _newest(run)
             _log.warning("save of step %d failed: %s%s", begin.step, failure.error(), newest)
-        if root is None or attempt.order is None or not attempt.order.in_run:
+        if run is None:
             return
-        record = _record_of(attempt, decided, ended, first=root.url not in self._seen_runs)
-        self._seen_runs.add(root.url)
+        record = _record_of(attempt, decided, ended, first=run.url not in self._seen_runs)
+        self._seen_runs.add(run.url)
         try:
-            append_record(root, record)
-        except (StorageError, OSError) as err:
+            append_record(run, record)
+        except Exception as err:  # noqa: BLE001  as above
             _log.warning("the record of step %d could not be written: %s", begin.step, err)
 
     def _tell(self, attempt: _Attempt, decided: Decided) -> bool:
         with self._changed:
-            if attempt.decided.done():
+            if attempt.told:
                 return False
-            attempt.decided.set_result(decided)
+            attempt.told = True
+        # Other nodes first: this process may end as soon as its own ranks know.
+        attempt.far.set_result(decided)
+        attempt.decided.set_result(decided)
+        with self._changed:
             self._changed.notify_all()
-            return True
+        return True
 
     def _watch_deadlines(self) -> None:
         while not self._closed:
@@ -235,10 +247,14 @@ class Board:
                     if not attempt.decided.done() and time.monotonic() > attempt.deadline
                 ]
             for attempt in late:
-                if self._tell(attempt, Decided(attempt.begin.attempt, failure_of(_too_late(attempt)))):
-                    attempt.settled = True
-                    self.failed += 1
-                    _log.warning("save of step %d failed: %s", attempt.begin.step, _too_late(attempt))
+                decided = Decided(attempt.begin.attempt, failure_of(_too_late(attempt)))
+                if self._tell(attempt, decided):
+                    with self._changed:
+                        attempt.settled = True
+                        self._changed.notify_all()
+                    # The storage may be what hangs: nobody waits for this.
+                    record = (attempt, decided, time.monotonic())
+                    threading.Thread(target=self._record, args=record, daemon=True).start()
 
 
 def _too_late(attempt: _Attempt) -> CommitTimeoutError:
@@ -261,7 +277,7 @@ def _too_late(attempt: _Attempt) -> CommitTimeoutError:
 def _newest(root: Storage) -> str:
     try:
         steps = read_catalog(root).steps
-    except CheckpointError:
+    except Exception:  # noqa: BLE001  as above: what cannot be told is left out
         return ""
     return f" (newest on disk: step {steps[0].step})" if steps else " (no step is on disk)"
 

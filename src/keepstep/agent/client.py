@@ -49,7 +49,7 @@ from keepstep.agent.protocol import (
 from keepstep.errors import AgentError, CheckpointError
 from keepstep.format.failure import Failure, failure_of
 from keepstep.move.arena import Arena, check_budget
-from keepstep.storage.base import Closing
+from keepstep.storage.base import Closing, Storage
 
 __all__ = ["AgentClient", "Background", "InProcess", "Lent", "call_agent"]
 
@@ -87,8 +87,8 @@ class Background(Closing):
         """
 
     @abstractmethod
-    def begin(self, begin: Begin) -> Future[Decided]:
-        """A rank takes part in an attempt. The future holds the decision, never an error."""
+    def begin(self, begin: Begin, run: Storage | None = None) -> Future[Decided]:
+        """A rank takes part in an attempt. The future holds the decision, never an error. ``run`` is its run's storage."""
 
     @abstractmethod
     def submit(self, submit: Submit, place: Place, lent: Lent) -> None:
@@ -137,9 +137,9 @@ class InProcess(Background):
         check_budget(size_bytes, budget_bytes, 0)
         return Lent(0, Arena(size_bytes, ring=False))
 
-    def begin(self, begin: Begin) -> Future[Decided]:
+    def begin(self, begin: Begin, run: Storage | None = None) -> Future[Decided]:
         """See Background."""
-        return self._hub.begin(begin)
+        return self._hub.begin(begin, run)
 
     def submit(self, submit: Submit, place: Place, lent: Lent) -> None:
         """See Background."""
@@ -216,7 +216,7 @@ class AgentClient(Background):
         finally:
             os.close(descriptor)
 
-    def begin(self, begin: Begin) -> Future[Decided]:
+    def begin(self, begin: Begin, run: Storage | None = None) -> Future[Decided]:
         """See Background."""
         decided: Future[Decided] = Future()
         with self._lock:

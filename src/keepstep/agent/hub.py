@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 from keepstep.agent.board import Board, Place
 from keepstep.agent.links import Link, Listener
 from keepstep.agent.protocol import Abort, Begin, Decided, Deliver, JobStatus, Join, Submit
-from keepstep.errors import AgentError, StorageError
+from keepstep.errors import AgentError, CommitTimeoutError, StorageError
 from keepstep.format.failure import Failure, failure_of
 from keepstep.format.manifest import Receipt
 from keepstep.move.arena import CHUNK_BYTES, Arena, bases_of
 from keepstep.move.writer import Chunk, Origin, ShardWriter
+from keepstep.storage.base import Storage
 
 __all__ = ["Hub"]
 
+PATIENCE_S = 2.0
+"""How much longer than the coordinator's own deadline its decision may take to come here."""
 _log = logging.getLogger("keepstep")
 
 
@@ -54,6 +57,7 @@ class Hub:
         self._lock = threading.Lock()
         self._listeners: dict[str, Listener] = {}
         self._links: dict[str, Link] = {}
+        self._linking = threading.Lock()
         self._waiting: dict[str, Future[Decided]] = {}
 
     def listen(self, secret: str, hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -67,10 +71,10 @@ class Hub:
                 self._listeners = {secret: listener}
         return tuple((host, listener.port) for host in _own_addresses(hosts))
 
-    def begin(self, begin: Begin) -> Future[Decided]:
-        """A rank takes part in an attempt. The future holds the decision, never an error."""
+    def begin(self, begin: Begin, run: Storage | None) -> Future[Decided]:
+        """A rank takes part in an attempt. The future holds the decision, never an error. ``run`` is its run's storage."""
         here = begin.join.coordinator in ("", self.name)
-        decided = self.board.open(begin) if here else self._begin_elsewhere(begin)
+        decided = self.board.open(begin, run if begin.rank == 0 else None) if here else self._begin_elsewhere(begin)
         with self._lock:
             self._parts[begin.attempt, begin.rank] = _Part(begin, decided)
             # What was decided long ago and is not being written any more is of no interest.
@@ -210,44 +214,57 @@ class Hub:
                 raise AgentError("the coordinator's agent is gone")
             link.send(message)
         except AgentError as err:
-            self._lost(part.begin.attempt, err)
+            self._lost((part.begin.attempt,), str(err))
 
     def _begin_elsewhere(self, begin: Begin) -> Future[Decided]:
         """The same attempt is announced to the coordinator for each rank; its decision comes once."""
         with self._lock:
-            decided = self._waiting.setdefault(begin.attempt, Future())
+            decided = self._waiting.get(begin.attempt)
+            if decided is None:
+                decided = self._waiting[begin.attempt] = Future()
+                late = threading.Timer(begin.deadline_s + PATIENCE_S, self._late, (begin,))
+                late.daemon = True
+                late.start()
+                decided.add_done_callback(lambda _: late.cancel())
         try:
             self._link(begin.join).send(begin)
         except (AgentError, StorageError) as err:
-            self._lost(begin.attempt, err)
+            self._lost((begin.attempt,), str(err))
         return decided
 
     def _link(self, join: Join) -> Link:
-        with self._lock:
+        """The link to this coordinator. One at a time is made, so that all parts of an attempt use the same."""
+        with self._linking:
             link = self._links.get(join.coordinator)
-        if link is not None and link.alive:
+            if link is not None and link.alive:
+                return link
+            link = Link(join, self._hear, self._lost)
+            with self._lock:
+                old = self._links
+                self._links = {name: one for name, one in old.items() if one.attempts} | {join.coordinator: link}
+            for name, one in old.items():
+                if name != join.coordinator and not one.attempts:
+                    one.close()
             return link
-        link = Link(join, self._hear, self._all_lost)
-        with self._lock:
-            self._links = {join.coordinator: link}
-        return link
 
     def _hear(self, decided: Decided) -> None:
         with self._lock:
             waiting = self._waiting.pop(decided.attempt, None)
-        if waiting is not None and not waiting.done():
+        if waiting is not None:
             waiting.set_result(decided)
 
-    def _all_lost(self, why: str) -> None:
-        with self._lock:
-            names = list(self._waiting)
-        for name in names:
-            self._lost(name, AgentError(why))
+    def _lost(self, attempts: Sequence[str], why: str) -> None:
+        text = f"{why}. Whether the step was committed is not known here; only committed steps exist"
+        for attempt in attempts:
+            _log.warning("attempt %s: %s", attempt, why)
+            self._hear(Decided(attempt, Failure(AgentError.code, text)))
 
-    def _lost(self, attempt: str, error: Exception) -> None:
-        _log.warning("attempt %s: %s", attempt, error)
-        text = f"{error}. Whether the step was committed is not known here; only committed steps exist"
-        self._hear(Decided(attempt, Failure(AgentError.code, text)))
+    def _late(self, begin: Begin) -> None:
+        text = (
+            f"save of step {begin.step}: the coordinator's agent has said nothing for {begin.deadline_s:g} s. Whether the"
+            " step was committed is not known here; only committed steps exist"
+        )
+        self._hear(Decided(begin.attempt, failure_of(CommitTimeoutError(text, (0,)))))
 
 
 def _own_addresses(hosts: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ __all__ = ["Link", "Listener"]
 
 CONNECT_S = 5.0
 STRANGERS = 32
-"""At most this many callers at a time may still owe their proof."""
+"""At most this many callers at a time may still owe their proof; one more, and the first of them is turned away."""
+PAUSE_S = 0.2
 _log = logging.getLogger("keepstep")
 
 
@@ -38,13 +40,16 @@ class Listener:
     def __init__(self, board: Board, secret: str) -> None:
         self._board = board
         self._secret = secret
-        self._strangers = threading.Semaphore(STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self._closed = False
         self._socket = socket.create_server(("", 0), family=socket.AF_INET)
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="keepstep-listen", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening; agents that are connected stay so."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -53,12 +58,21 @@ class Listener:
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:
-                return
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
-            else:
-                connection.close()
+            except OSError as err:
+                if self._closed:
+                    return
+                # A caller that hung up before it was heard, or a network that is down: others will call.
+                _log.warning("a caller could not be heard: %s", err)
+                time.sleep(PAUSE_S)
+                continue
+            with self._lock:
+                first = next(iter(self._strangers)) if len(self._strangers) >= STRANGERS else None
+                if first is not None:
+                    # Whoever knows the secret proves it at once: those who come and say nothing keep nobody out.
+                    del self._strangers[first]
+                    _hang_up(first)
+                self._strangers[connection] = None
+            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: Any) -> None:
         """One agent, from its call to its end. What it announced and did not deliver fails when it goes."""
@@ -72,7 +86,8 @@ class Listener:
                 if not known:
                     _log.warning("a caller from %s was refused: it does not know the secret", address[0])
             finally:
-                self._strangers.release()
+                with self._lock:
+                    self._strangers.pop(connection, None)
             if not known:
                 return
             _keep_alive(connection)
@@ -83,7 +98,7 @@ class Listener:
                     message, _ = recv_frame(connection, BetweenAgents)
                     if isinstance(message, Begin):
                         owed[message.attempt, message.rank] = message
-                        decided = self._board.open(message)
+                        decided = self._board.open(message, far=True)
                         decided.add_done_callback(lambda done: _tell(connection, sending, done.result()))
                     elif isinstance(message, Deliver):
                         owed.pop((message.attempt, message.rank), None)
@@ -100,20 +115,23 @@ def _tell(connection: socket.socket, sending: threading.Lock, decided: Decided) 
 
 
 class Link:
-    """The other end: this agent's connection to the coordinator's.
+    """The other end: this agent's connection to the coordinator's. ``attempts`` are those that wait for their decision.
 
     Args:
         join: where the coordinator's agent is.
         decided: called on the link's own thread with every decision.
-        lost: called once, when the connection is gone.
+        lost: called once, when the connection is gone, with the attempts that were announced over it, and why.
 
     Raises:
         AgentError: no address answers, or what answers does not know the secret.
     """
 
-    def __init__(self, join: Join, decided: Callable[[Decided], None], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, join: Join, decided: Callable[[Decided], None], lost: Callable[[Sequence[str], str], None]
+    ) -> None:
         self._sending = threading.Lock()
         self.alive = True
+        self.attempts: set[str] = set()
         self._connection = _call(join.addresses, join.secret)
         _keep_alive(self._connection)
         threading.Thread(target=self._listen, args=(decided, lost), name="keepstep-link", daemon=True).start()
@@ -124,27 +142,41 @@ class Link:
         Raises:
             AgentError: the coordinator's agent is gone.
         """
-        try:
-            with self._sending:
+        with self._sending:
+            if not self.alive:
+                raise AgentError("the coordinator's agent is gone")
+            if isinstance(message, Begin):
+                self.attempts.add(message.attempt)
+            try:
                 send_frame(self._connection, message)
-        except OSError as err:
-            raise AgentError(f"the coordinator's agent cannot be reached: {err}") from err
+            except OSError as err:
+                # Half a frame may be on its way: nothing can follow it.
+                self.alive = False
+                _hang_up(self._connection)
+                raise AgentError(f"the coordinator's agent cannot be reached: {err}") from err
 
     def close(self) -> None:
         """Hangs up."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._connection)
 
-    def _listen(self, decided: Callable[[Decided], None], lost: Callable[[str], None]) -> None:
-        try:
-            while True:
+    def _listen(self, decided: Callable[[Decided], None], lost: Callable[[Sequence[str], str], None]) -> None:
+        why = ""
+        while not why:
+            try:
                 message, _ = recv_frame(self._connection, BetweenAgents)
+            except EOFError as gone:
+                why = f"the coordinator's agent is gone ({gone})"
+            else:
                 if isinstance(message, Decided):
+                    self.attempts.discard(message.attempt)
                     decided(message)
-        except EOFError as gone:
+        # Wakes whoever is stuck in sending. Only attempts of this link are lost: there may be another one by now.
+        _hang_up(self._connection)
+        with self._sending:
             self.alive = False
             self._connection.close()
-            lost(f"the coordinator's agent is gone ({gone})")
+            attempts = tuple(self.attempts)
+        lost(attempts, why)
 
 
 def _call(addresses: Sequence[tuple[str, int]], secret: str) -> socket.socket:
@@ -172,3 +204,8 @@ def _keep_alive(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 15_000)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

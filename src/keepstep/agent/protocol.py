@@ -72,7 +72,10 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """A rank takes part in an attempt. From now on its trainer's death is the attempt's failure, until it has submitted."""
+    """A rank takes part in an attempt. From now on its trainer's death is the attempt's failure, until it has submitted.
+
+    ``root`` is the run's folder, when the step lies in one.
+    """
 
     attempt: str
     step: int
@@ -81,6 +84,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     url: str
     deadline_s: float
     join: Join = Join()
+    root: str = ""
 
 
 class WriteOrder(msgspec.Struct, frozen=True):

@@ -192,7 +192,7 @@ class Agent:
                 return None
             case Begin():
                 trainer.parts[body.attempt] = body
-                decided = self._hub.begin(body)
+                decided = self._hub.begin(body, LocalStorage(body.root) if body.root else None)
                 decided.add_done_callback(lambda done: self._tell(trainer, done.result()))
                 return Done()
             case Submit():

@@ -346,18 +346,21 @@ class Checkpointer(Closing):
         outlives = self._saves is not None and self._saves.kind == "agent"
         plan, left_s = watch.plan(step, self._history.usual_s(), outlives=outlives)
         reason = f"asked to stop at step {step}"
-        saved = None
+        pending = saved = None
         try:
             if plan == "leave":
                 reason += f"; {left_s:.1f} s were too few for a save"
                 self._settle()
-            elif (pending := self.save() or self.save()) is not None:
-                if plan == "stage":
-                    pending.wait_staged(left_s)
-                    reason += "; it is copied, and the agent commits it"
-                else:
-                    saved = pending.wait_committed(left_s).step
-                    reason += "; it is committed"
+            elif (pending := self.save()) is None:
+                # The last save of a job is not skipped: it waits for those in progress.
+                self._settle()
+                pending = self.save()
+            if pending is not None and plan == "stage":
+                pending.wait_staged(left_s)
+                reason += "; it is copied, and the agent commits it"
+            elif pending is not None:
+                saved = pending.wait_committed(left_s).step
+                reason += "; it is committed"
         except CheckpointError as err:
             reason += f"; the save of it failed: {err}"
             self._history.forgive()

@@ -1,8 +1,9 @@
 """When a job is asked to stop: all ranks stop at the same step boundary, with no collective added to the steps before it.
 
 A signal sets a flag and does nothing else. At its next boundary the rank says so in the store, and every rank looks there
-once a step. A rank that hears of it posts where it stands and waits a moment for the others; if they all come, they stop
-at the newest of these boundaries, else, because a step of somebody's may need the others, at the one after it.
+once a step. A rank that hears of it posts where it stands and waits a moment for the others. If they do not all come, it
+posts that it may come to the next boundary, and goes on to it, because a step of somebody's may need it; there it waits
+again. The last rank to hear of it finds all of these, and all stop at the newest.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PATIENCE_S = 0.25
 MARGIN = 1.5
 """How much longer than usual a save may take that still has to fit."""
 _GONE_ON = 1 << 32
-"""Added to the count of ranks by one that waits no longer: the order of additions decides what all ranks do."""
+"""Added to the count of ranks by one that goes on: if by then all have been counted, it waits for their decision instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class StopWatch(Closing):
         self._key = f"keepstep/stop/{name}"
         self._deadline_s = deadline_s
         self._asked = False
-        self._posted = -1
+        self._end: int | None = None
+        self._came_s: float | None = None
         self._before: dict[int, Any] = {}
         for each in preempt.signals:
             number = getattr(signal, each)
@@ -92,20 +94,15 @@ class StopWatch(Closing):
         """
         if self._ranks.world == 1:
             return self._asked
-        if self._posted < 0:
+        if self._came_s is None:
             if self._asked:
                 self._ranks.post(f"{self._key}/asked", b"1")
             elif not self._ranks.has(f"{self._key}/asked"):
                 return False
             self._note_time()
-            return self._first(step)
-        end = self._verdict(self._deadline_s)
-        if end is None:
-            raise CommitTimeoutError(
-                f"the job was asked to stop, and not every rank came to a step boundary within {self._deadline_s:g} s",
-                (),
-            )
-        return step >= end
+        if self._end is None:
+            self._end = self._meet(step)
+        return self._end is not None and step >= self._end
 
     def left_s(self) -> float | None:
         """Seconds until the job may be killed, as far as this rank knows; None when there is no limit."""
@@ -137,23 +134,32 @@ class StopWatch(Closing):
         if self.since is None:
             self.since = time.monotonic()
 
-    def _first(self, step: int) -> bool:
-        """Posts where this rank stands; stops here if the others are there too."""
+    def _meet(self, step: int) -> int | None:
+        """The boundary where all stop; None when they have not all heard of it yet, and this rank goes on."""
         ranks = self._ranks
-        ranks.post(f"{self._key}/at/{ranks.rank}", str(step).encode())
-        self._posted = step
-        count = ranks.count(f"{self._key}/count", 1)
-        if count % _GONE_ON == ranks.world:
-            # The last one to come decides: it alone knows whether somebody has gone on before.
-            stands = [int(ranks.read(f"{self._key}/at/{rank}")) for rank in range(ranks.world)]
-            end = max(stands) + (1 if count >= _GONE_ON else 0)
-            ranks.post(f"{self._key}/end", str(end).encode())
-        found = self._verdict(PATIENCE_S)
-        if found is None:
+        if self._came_s is None:
+            self._came_s = time.monotonic()
+            self._post(step)
+            if ranks.count(f"{self._key}/count", 1) % _GONE_ON == ranks.world:
+                # From here on nobody passes the boundary that it has posted, so all stop at the newest of them.
+                stands = [int(ranks.read(f"{self._key}/at/{rank}")) for rank in range(ranks.world)]
+                ranks.post(f"{self._key}/end", str(max(stands)).encode())
+        end = self._verdict(PATIENCE_S)
+        left_s = self._deadline_s - (time.monotonic() - self._came_s)
+        if end is None and left_s > 0:
+            self._post(step + 1)
             if ranks.count(f"{self._key}/count", _GONE_ON) % _GONE_ON < ranks.world:
-                return False
-            found = self._verdict(self._deadline_s)
-        return found is not None and step >= found
+                return None
+            end = self._verdict(left_s)
+        if end is None:
+            raise CommitTimeoutError(
+                f"the job was asked to stop, and not every rank came to a step boundary within {self._deadline_s:g} s",
+                (),
+            )
+        return end
+
+    def _post(self, step: int) -> None:
+        self._ranks.post(f"{self._key}/at/{self._ranks.rank}", str(step).encode())
 
     def _verdict(self, patience_s: float) -> int | None:
         key = f"{self._key}/end"

@@ -83,10 +83,18 @@ class StagedSave:
         pending = self.pending = Pending(attempt.step, self.storage.url)
         with self.timeline.span("plan"):
             self.files, self._extras = planned_files(self.snapshot, agreed, desk.rank)
+            run = attempt.root
             begin = Begin(
-                agreed.save_id, attempt.step, desk.rank, desk.world, pending.url, attempt.deadline_s, desk.join
+                agreed.save_id,
+                attempt.step,
+                desk.rank,
+                desk.world,
+                pending.url,
+                attempt.deadline_s,
+                desk.join,
+                "" if run is None else run.url,
             )
-            decided = desk.background.begin(begin)
+            decided = desk.background.begin(begin, run)
         written = sum(plan.data_bytes for plan in self.files)
         seconds = self.timeline.seconds
         decided.add_done_callback(lambda done: _settle(pending, done.result(), agreed.save_id, written, seconds))
