@@ -40,7 +40,7 @@ from keepstep.storage.base import Closing, Storage
 from keepstep.storage.local import LocalStorage
 from keepstep.timeline import Timeline
 
-__all__ = ["BackgroundSaves", "Manner"]
+__all__ = ["BackgroundSaves", "Manner", "is_plain"]
 
 GRACE_S = 10.0
 """How much longer than the agent's own deadline a trainer waits for the agent to say that it is over."""
@@ -97,17 +97,19 @@ class BackgroundSaves(Closing):
         self._slots = [Slot() for _ in range(manner.arenas)]
         self._at_work: Background | None = None
         self._warm = False
+        self._skipped = 0
         self._recall = Recall()
         self._reviving: threading.Thread | None = None
         self._failed_to_start: CheckpointError | None = None
         self._join = Join()
         self._names: tuple[str, ...] = ()
         self._pool = ThreadPoolExecutor(min(COPY_THREADS, os.cpu_count() or 1)) if manner.staging == "block" else None
+        self._copier = ThreadPoolExecutor(manner.arenas, thread_name_prefix="keepstep-copy")
         self._pid = os.getpid()
 
     def fits(self, ranks: Ranks, storage: Storage) -> bool:
         """Whether these are still the ranks it was made for, in the same process, and its kind of storage."""
-        same_kind = isinstance(storage, LocalStorage) == isinstance(self._root, LocalStorage)
+        same_kind = is_plain(storage) == is_plain(self._root)
         return same_kind and self._pid == os.getpid() and self._ranks.is_same_group(ranks)
 
     @property
@@ -191,6 +193,13 @@ class BackgroundSaves(Closing):
                 with timeline.span("plan"):
                     agreed = agree(phase, self._ranks, storage, snapshot, attempt)
             if agreed.skip or slot is None:
+                self._skipped += 1
+                if self._ranks.leads:
+                    _log.warning(
+                        "step %d was not saved: an earlier save is still in progress (%d skipped so far)",
+                        attempt.step,
+                        self._skipped,
+                    )
                 return None, attempt.known
             if agreed.agents != self._names:
                 # Some rank's agent is not the one it was: all have to know where the coordinator's is now.
@@ -198,7 +207,7 @@ class BackgroundSaves(Closing):
             desk = Desk(self._ranks.rank, self._ranks.world, background, self._join, self._manner.check_staging)
             staged = StagedSave(desk, attempt, storage, snapshot, agreed, timeline, began)
             slot.pending = staged.begin()
-            slot.copying = staged.stage(slot, self._manner.memory_budget_bytes or 0, self._pool)
+            slot.copying = staged.stage(slot, self._manner.memory_budget_bytes or 0, self._copier, self._pool)
         return slot.pending, msgspec.structs.replace(agreed.plan, files=staged.files)
 
     def busy(self) -> list[Pending]:
@@ -208,6 +217,8 @@ class BackgroundSaves(Closing):
 
     def wait(self) -> None:
         """Waits until nothing is in progress, old steps that may go included. Never raises: each Pending knows its end."""
+        if self._pid != os.getpid():
+            return
         for pending in self.busy():
             self._wait_for(pending)
         if self._at_work is not None and any(slot.pending is not None for slot in self._slots):
@@ -219,10 +230,13 @@ class BackgroundSaves(Closing):
         if self._pid != os.getpid():
             return
         for slot in self._slots:
-            for thread in (slot.warming, slot.copying, self._reviving):
+            for thread in (slot.warming, self._reviving):
                 if thread is not None:
                     thread.join()
+            if slot.copying is not None:
+                slot.copying.result()
             slot.close()
+        self._copier.shutdown()
         if self._pool is not None:
             self._pool.shutdown()
         self._let_go()
@@ -261,7 +275,7 @@ class BackgroundSaves(Closing):
         """On any thread; what goes wrong is raised by whoever needs the agent."""
         self._failed_to_start = None
         asked = self._manner.background
-        local = isinstance(self._root, LocalStorage)
+        local = is_plain(self._root)
         if asked == "agent" and not (local and sys.platform == "linux"):
             self._failed_to_start = UsageError(
                 "background='agent' needs Linux and a root given by path; use background='thread'"
@@ -291,7 +305,7 @@ class BackgroundSaves(Closing):
         if slot.pending is not None:
             self._wait_for(slot.pending)
         if slot.copying is not None:
-            slot.copying.join()
+            slot.copying.result()
         return _warmed(slot)
 
     def _wait_for(self, pending: Pending) -> None:
@@ -302,6 +316,11 @@ class BackgroundSaves(Closing):
             pending.fail(CommitTimeoutError(f"step {pending.step}: the agent has said nothing for {limit_s:g} s", ()))
             # It may still read from its arenas: they are left to it, and what comes next gets others.
             self._let_go()
+
+
+def is_plain(storage: Storage) -> bool:
+    """Whether an agent can open this storage by its path. One derived from it does more than an agent knows."""
+    return type(storage) is LocalStorage
 
 
 def _warmed(slot: Slot) -> Slot:

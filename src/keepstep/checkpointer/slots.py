@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from keepstep.agent.client import Background, Lent
 from keepstep.checkpointer.pending import Pending
+from keepstep.move.arena import whole_chunks
 from keepstep.move.staging import HostMemory
+from keepstep.state.size import SLACK_BYTES
 
 __all__ = ["Slot"]
 
@@ -20,17 +23,19 @@ class Slot:
     memory: HostMemory | None = None
     owner: Background | None = None
     warming: threading.Thread | None = None
-    copying: threading.Thread | None = None
+    copying: Future[None] | None = None
     pending: Pending | None = None
 
     @property
     def free(self) -> bool:
         """Whether the arena may be filled again."""
         done = self.pending is None or self.pending.committed.done()
-        return done and (self.copying is None or not self.copying.is_alive())
+        return done and (self.copying is None or self.copying.done())
 
     def fit(self, background: Background, size_bytes: int, budget_bytes: int) -> tuple[Lent, HostMemory]:
         """The arena, after exchanging one that is too small or was the property of an agent that is gone.
+
+        A new one is a little larger than what is asked for, so that a state which grows a little still fits.
 
         Raises:
             StagingError: the memory is not there.
@@ -42,7 +47,7 @@ class Slot:
             old, self.lent = self.lent, None
             if self.memory is not None:
                 self.memory.close()
-            self.lent = background.lend(size_bytes, budget_bytes, old)
+            self.lent = background.lend(whole_chunks(size_bytes + SLACK_BYTES), budget_bytes, old)
             self.memory, self.owner = None, background
         if self.memory is None:
             self.memory = HostMemory(self.lent.arena)

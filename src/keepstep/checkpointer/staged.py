@@ -7,9 +7,8 @@ when the agent has taken it is ``staged`` done: from there on the trainer may di
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -34,7 +33,6 @@ from keepstep.move.writer import FileHead
 from keepstep.plan.save_plan import FilePlan
 from keepstep.state.capture import Snapshot
 from keepstep.state.fence import Hold, raise_hold
-from keepstep.state.size import SLACK_BYTES
 from keepstep.storage.base import Storage
 from keepstep.timeline import Timeline
 
@@ -95,13 +93,12 @@ class StagedSave:
                 "" if run is None else run.url,
             )
             decided = desk.background.begin(begin, run)
-        written = sum(plan.data_bytes for plan in self.files)
         seconds = self.timeline.seconds
-        decided.add_done_callback(lambda done: _settle(pending, done.result(), agreed.save_id, written, seconds))
+        decided.add_done_callback(lambda done: _settle(pending, done.result(), agreed.save_id, seconds))
         return pending
 
-    def stage(self, slot: Slot, budget_bytes: int, pool: Executor | None) -> threading.Thread | None:
-        """Copies what cannot wait, on this thread, the training thread; starts a thread for the rest and returns it.
+    def stage(self, slot: Slot, budget_bytes: int, copier: Executor, pool: Executor | None) -> Future[None] | None:
+        """Copies what cannot wait, on this thread, the training thread; leaves the rest to the copier and returns its end.
 
         With a pool everything is copied at once, on its threads. A part that cannot be staged is given up: every rank's
         Pending carries the reason.
@@ -109,14 +106,12 @@ class StagedSave:
         try:
             _, size = bases_of([plan.data_bytes for plan in self.files])
             with self.timeline.span("wait"):
-                self._lent, memory = slot.fit(self.desk.background, size + SLACK_BYTES, budget_bytes)
+                self._lent, memory = slot.fit(self.desk.background, size, budget_bytes)
             self._at_boundary(memory, pool)
         except Exception as err:  # noqa: BLE001  the other ranks hear of it from the agent, this one from its Pending
             self._give_up(err)
             return None
-        thread = threading.Thread(target=self._finish, name="keepstep-copy", daemon=True)
-        thread.start()
-        return thread
+        return copier.submit(self._finish)
 
     def _at_boundary(self, memory: HostMemory, pool: Executor | None) -> None:
         self._staging = "overlap" if pool is None else "block"
@@ -224,10 +219,13 @@ class StagedSave:
             )
             for plan in self.files
         )
+        self.pending.bytes_written = sum(len(head.header) + head.data_bytes for head in heads)
         seconds = {**self.timeline.seconds, "fence": waited_s, "stage": staged_s}
         if waited_s:
             self._spans.append(("training", "fence", staged_s - waited_s, staged_s))
-        times = RankTimes(seconds, self._spans, sum(plan.data_bytes for plan in self.files))
+        size = sum(plan.data_bytes for plan in self.files)
+        boundary = time.monotonic() - (time.perf_counter() - self.began)
+        times = RankTimes(seconds, self._spans, size, boundary=boundary)
         replicas: dict[str, dict[str, str]] = {}
         for key, group, value in self._replicas:
             replicas.setdefault(group, {})[key] = f"{value:016x}"
@@ -249,12 +247,14 @@ class StagedSave:
         self._spans.append((who, what, since - self.began, time.perf_counter() - self.began))
 
 
-def _settle(pending: Pending, decided: Decided, save_id: str, written: int, seconds: dict[str, float]) -> None:
+def _settle(pending: Pending, decided: Decided, save_id: str, seconds: dict[str, float]) -> None:
     """What was decided, as the end of the Pending. On whatever thread hears of it."""
     if decided.failure is not None:
         pending.fail(decided.failure.error())
     else:
-        pending.succeed(Saved(pending.url, pending.step, save_id, decided.total_bytes, written, dict(seconds)))
+        pending.succeed(
+            Saved(pending.url, pending.step, save_id, decided.total_bytes, pending.bytes_written, dict(seconds))
+        )
 
 
 def _sum_of(digests: dict[str, str]) -> str:

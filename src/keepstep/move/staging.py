@@ -109,7 +109,21 @@ class Stager:
         Returns the bytes copied from host memory; copies from devices are merely started, see ``finish``.
         """
         total = 0
-        for target, run, size in self._moves(chosen, others_than):
+        wanted = None if chosen is None else frozenset(chosen)
+        address, tensors, odd = self._arena.address, self._tensors, []
+        for base, slot in self._slots:
+            index = slot.tensor
+            if index in others_than or (wanted is not None and index not in wanted):
+                continue
+            start, size = slot.entry.start, slot.entry.stop - slot.entry.start
+            local = tensors[index][0] if index >= 0 else None
+            # Most slots are a whole tensor that lies in the host's memory as it will in the file.
+            if local is None or not local.is_cpu or local.nbytes != size or not local.is_contiguous():
+                odd.append((base, slot))
+                continue
+            ctypes.memmove(address + base + start, local.data_ptr(), size)
+            total += size
+        for target, run, size in self._moves(odd):
             ctypes.memmove(target, run.data_ptr(), size)
             total += size
         return total
@@ -119,7 +133,7 @@ class Stager:
         total = 0
         # A run may be a temporary: it is held until it is copied, and not too many at a time.
         waiting: deque[tuple[Future[int | None], torch.Tensor]] = deque()
-        for target, run, size in self._moves(None, frozenset()):
+        for target, run, size in self._moves(self._slots):
             source = run.data_ptr()
             for done in range(0, size, SHARE_BYTES):
                 step = min(SHARE_BYTES, size - done)
@@ -135,17 +149,12 @@ class Stager:
         """Waits for copies from devices."""
         self._lanes.wait()
 
-    def _moves(
-        self, chosen: Iterable[int] | None, others_than: frozenset[int]
-    ) -> Iterator[tuple[int, torch.Tensor, int]]:
+    def _moves(self, slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, torch.Tensor, int]]:
         """(target address, contiguous source, bytes) of each copy within the host; those from devices are started."""
-        wanted = None if chosen is None else frozenset(chosen)
         for device, mark in self.marks.items():
             # What makes a tensor contiguous runs on this thread's own stream, which knows nothing of the training's.
             torch.cuda.current_stream(device).wait_event(mark)
-        for base, slot in self._slots:
-            if slot.tensor in others_than or (wanted is not None and slot.tensor not in wanted):
-                continue
+        for base, slot in slots:
             view = _source(slot, self._tensors, self._extras)
             at = base + slot.entry.start
             for run in (view,) if view.is_contiguous() else _runs(view):
@@ -159,7 +168,9 @@ class Stager:
 
 def compute_marks(tensors: Iterable[Held]) -> dict[torch.device, torch.cuda.Event]:
     """For each CUDA device of these tensors, an event after everything the training thread has asked of it so far."""
-    marks = {}
+    marks: dict[torch.device, torch.cuda.Event] = {}
+    if not torch.cuda.is_initialized():
+        return marks
     for device in {local.device for held in tensors for local in held}:
         if device.type == "cuda":
             with torch.cuda.device(device):

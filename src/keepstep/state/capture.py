@@ -115,6 +115,7 @@ def _captured(state: Mapping[str, Any], layouts: LayoutTable, overlap: bool, rec
     if recall is not None:
         if recall.layouts not in (0, len(layouts.layouts)):
             raise ChangedError
+        collector.learn(recall)
         recall.table, recall.layouts = layouts, len(layouts.layouts)
     structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))
     return Snapshot(
@@ -160,6 +161,20 @@ def names_of(state: Mapping[str, Any]) -> dict[int, str]:
     return names
 
 
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """A large dictionary that was walked, until the end of the capture."""
+
+    path: str
+    tree: dict[str, Any]
+    node: Any
+    template: Any
+    folder: str
+    rules: frozenset[str]
+    stored: int
+    tensor_bytes: int
+
+
 @dataclass(slots=True)
 class Collector:
     """The walk itself. ``own_values`` and ``own`` collect what belongs to this rank alone."""
@@ -183,6 +198,9 @@ class Collector:
     _first_wins: frozenset[str] = frozenset()
     _open: set[int] = field(default_factory=set)
     _seen: dict[Any, str] = field(default_factory=dict)
+    _places: dict[int, str] = field(default_factory=dict)
+    _shared: set[int] = field(default_factory=set)
+    _learnt: list[_Learnt] = field(default_factory=list)
 
     def visit(self, value: Any, path: str) -> Any:
         """The tree node for a value; containers are walked, everything else is left to the encoder to accept."""
@@ -256,26 +274,33 @@ class Collector:
         before, size = len(self.specs), self.tensor_bytes
         node = self._walk(tree, path)
         template = template_of(tree)
-        if template is None or recall.layouts:
-            return node
-        keys = list(_keys_in(node))
-        specs = {spec.key: spec for spec in self.specs}
-        entries = entries_of(tree, keys, self.aliases, specs)
-        if entries is not None and sum(entry.first == entry.key for entry in entries) == len(self.specs) - before:
-            raw = msgspec.Raw(encode(node, path, refused=self.refused))
-            size = self.tensor_bytes - size
-            recall.learn(path, Remembered(template, entries, raw, self.folder, self._first_wins, size))
+        if template is not None and not recall.layouts:
+            stored, size = len(self.specs) - before, self.tensor_bytes - size
+            self._learnt.append(_Learnt(path, tree, node, template, self.folder, self._first_wins, stored, size))
         return node
+
+    def learn(self, recall: Recall) -> None:
+        """Remembers the large dictionaries of a capture that has just ended."""
+        specs = {spec.key: spec for spec in self.specs}
+        for one in self._learnt:
+            entries = entries_of(one.tree, list(_keys_in(one.node)), self.aliases, specs, self._shared)
+            if entries is not None and sum(entry.first == entry.key for entry in entries) == one.stored:
+                raw = msgspec.Raw(encode(one.node, one.path))
+                recall.learn(one.path, Remembered(one.template, entries, raw, one.folder, one.rules, one.tensor_bytes))
 
     def _replayed(self, known: Remembered, tree: dict[str, Any], path: str, recall: Recall) -> Any:
         try:
             if (known.folder, known.rules) != (self.folder, self._first_wins):
                 raise ChangedError
-            for entry, local, at in replay(known, tree, self._seen):
-                if self.overlap and entry.local_bytes >= LATE_BYTES and (self._stepped or at in self.guarded):
-                    self.late.append(len(self.specs))
+            for entry, local, at in replay(known, tree, self._seen, self._places):
+                if entry.local_bytes < LATE_BYTES or not self.overlap:
+                    self.locals.append((local,))
+                else:
+                    if self._stepped or at in self.guarded:
+                        self.late.append(len(self.specs))
+                    # What is copied later is held by an alias of its own: its owner may be given other memory.
+                    self.locals.append((local.detach(),))
                 self.specs.append(entry.spec)
-                self.locals.append((local,))
         except ChangedError:
             recall.miss(path)
             raise
@@ -321,6 +346,11 @@ class Collector:
             local = held[0]
             at = local.data_ptr()
             first = self._seen.setdefault((at, shard.dtype, local.stride(), shard.layout), path)
+            if self._places.setdefault(at, path) is not path:
+                self._shared.add(at)
+                if self.recall is not None and self.recall.layouts:
+                    # Tied with one of those that are only remembered, perhaps: to be found out anew.
+                    raise ChangedError
             if first != path:
                 self.aliases[path] = first
                 return ref

@@ -41,11 +41,13 @@ def clean_names(module: nn.Module, names: list[str]) -> dict[str, str]:
     Raises:
         UsageError: two names become the same.
     """
-    replicas = [
-        f"{path}." if path else ""
-        for path, child in module.named_modules(remove_duplicate=False)
-        if type(child).__name__ in _REPLICATING
-    ]
+    replicas = []
+    if any("module." in name for name in names):
+        replicas = [
+            f"{path}." if path else ""
+            for path, child in module.named_modules(remove_duplicate=False)
+            if type(child).__name__ in _REPLICATING
+        ]
     cleaned = {name: _clean(name, replicas) for name in names}
     if len(set(cleaned.values())) != len(cleaned):
         raise UsageError(f"names of {type(module).__name__} are not distinct once wrapper prefixes are removed")
@@ -123,6 +125,6 @@ def _clean(name: str, replicas: list[str]) -> str:
     for prefix in replicas:
         if name.startswith(f"{prefix}module."):
             name = prefix + name[len(prefix) + len("module.") :]
-    if "_" not in name:
+    if "_" not in name or not any(mark in name for mark in _MARKS):
         return name
     return ".".join(part for part in name.split(".") if part not in _MARKS)

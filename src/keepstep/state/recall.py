@@ -7,7 +7,7 @@ everything is forgotten and the state is captured as if for the first time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     dtype: torch.dtype
     shape: torch.Size
     device: torch.device
+    on_host: bool
     placed: Any = None
 
 
@@ -56,13 +57,17 @@ class Remembered:
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One tensor: its look and key; ``first`` is the key it is tied to, or its own. ``spec`` is that of ``first``."""
+    """One tensor: its look and key; ``first`` is the key it is tied to, or its own. ``spec`` is that of ``first``.
+
+    ``shared`` says that another tensor of the state begins at the same address.
+    """
 
     look: Look
     key: str
     first: str
     spec: TensorSpec
     local_bytes: int
+    shared: bool
 
 
 @dataclass(slots=True)
@@ -89,8 +94,13 @@ class Recall:
             self.kept[path] = known
 
 
-def entries_of(tree: Any, keys: list[str], aliases: dict[str, str], specs: dict[str, TensorSpec]) -> list[Entry] | None:
-    """The tensors of a tree that was just captured, by its keys in the same order; None when one cannot be remembered."""
+def entries_of(
+    tree: Any, keys: list[str], aliases: dict[str, str], specs: dict[str, TensorSpec], shared: Set[int]
+) -> list[Entry] | None:
+    """The tensors of a tree that was just captured, by its keys in the same order; None when one cannot be remembered.
+
+    ``shared`` are the addresses at which more than one tensor begins.
+    """
     tensors: list[torch.Tensor] = []
     _flatten(tree, tensors)
     if len(tensors) != len(keys) or len(tensors) < FEWEST_TENSORS:
@@ -102,7 +112,8 @@ def entries_of(tree: Any, keys: list[str], aliases: dict[str, str], specs: dict[
         if look is None or spec is None:
             return None
         count = look.shape.numel() if look.placed is None else look.placed[2].numel()
-        entries.append(Entry(look, key, first, spec, count * ITEM_BYTES[spec.dtype]))
+        local = value if look.placed is None else _placed(value, look)
+        entries.append(Entry(look, key, first, spec, count * ITEM_BYTES[spec.dtype], local.data_ptr() in shared))
     return entries
 
 
@@ -123,10 +134,10 @@ def look_of(value: torch.Tensor) -> Look | None:
         if type(local) is not torch.Tensor or local.layout is not torch.strided:
             return None
         placed = (value.device_mesh, value.placements, local.shape)  # type: ignore[attr-defined]
-        return Look(type(value), value.dtype, value.shape, local.device, placed)
+        return Look(type(value), value.dtype, value.shape, local.device, local.is_cpu, placed)
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_nested or value.layout is not torch.strided:
         return None
-    return Look(type(value), value.dtype, value.shape, value.device)
+    return Look(type(value), value.dtype, value.shape, value.device, value.is_cpu)
 
 
 def template_of(tree: Any) -> Any:
@@ -165,13 +176,16 @@ def matches(tree: Any, template: Any, found: list[torch.Tensor]) -> bool:
     return True
 
 
-def replay(known: Remembered, tree: Any, seen: dict[Any, str]) -> Iterator[tuple[Entry, torch.Tensor, int]]:
+def replay(
+    known: Remembered, tree: Any, seen: dict[Any, str], places: dict[int, str]
+) -> Iterator[tuple[Entry, torch.Tensor, int]]:
     """The tensors of an unchanged dictionary that are stored: each entry with the local tensor and where it begins.
 
     Args:
         known: what is remembered of it.
         tree: as it is now.
-        seen: key by identity of memory, over the whole state, as the capture keeps it; is added to.
+        seen: key by identity of memory, over the whole state, as the capture keeps it.
+        places: key by address, likewise. Both are added to.
 
     Raises:
         ChangedError: it is not as it was.
@@ -183,19 +197,27 @@ def replay(known: Remembered, tree: Any, seen: dict[Any, str]) -> Iterator[tuple
         look = entry.look
         if type(value) is not look.type or value.dtype is not look.dtype or value.shape != look.shape:
             raise ChangedError
-        local = value
-        if look.placed is not None:
-            local = value._local_tensor  # type: ignore[attr-defined]
-            placed = (value.device_mesh, value.placements, local.shape)  # type: ignore[attr-defined]
-            if placed != look.placed or type(local) is not torch.Tensor:
-                raise ChangedError
-        if local.device != look.device or local.layout is not torch.strided or local.is_neg() or local.is_conj():
+        local = value if look.placed is None else _placed(value, look)
+        # Asked in the cheapest way there is, some hundred times at each save.
+        if local.layout is not torch.strided or local.is_neg() or (look.dtype.is_complex and local.is_conj()):
             raise ChangedError
-        local = local.detach()
+        if local.is_cpu is not look.on_host or (not look.on_host and local.device != look.device):
+            raise ChangedError
         at = local.data_ptr()
         if entry.local_bytes:
-            spec = entry.spec
-            if seen.setdefault((at, spec.dtype, local.stride(), spec.layout), entry.key) != entry.first:
+            owner, spec = places.setdefault(at, entry.key), entry.spec
+            if entry.shared:
+                if seen.setdefault((at, spec.dtype, local.stride(), spec.layout), entry.key) != entry.first:
+                    raise ChangedError
+            elif owner is not entry.key:
                 raise ChangedError
-        if entry.first is entry.key or entry.first == entry.key:
+        if entry.first == entry.key:
             yield entry, local, at
+
+
+def _placed(value: Any, look: Look) -> torch.Tensor:
+    """The local tensor of a DTensor that lies on its mesh as it did."""
+    local: torch.Tensor = value._local_tensor
+    if (value.device_mesh, value.placements, local.shape) != look.placed or type(local) is not torch.Tensor:
+        raise ChangedError
+    return local
