@@ -153,7 +153,7 @@ OPTIMIZERS = {
     "Adam": {"amsgrad": True},
     "AdamW": {},
     "Adamax": {},
-    "LBFGS": {},
+    "LBFGS": {"max_iter": 2},
     "Muon": {},
     "NAdam": {},
     "RAdam": {},

@@ -12,6 +12,8 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
+
 from keepstep.agent.protocol import Begin, Decided, Deliver
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.conclude import Order, tidy
@@ -129,13 +131,15 @@ class Board:
             self._changed.notify_all()
 
     def _next(self) -> _Attempt | None:
-        """The oldest undecided attempt, once it can be decided."""
+        """The oldest undecided attempt, once all its parts are there; one that has failed waits for no other."""
+        oldest = True
         for name in self._order:
             attempt = self._attempts[name]
             if attempt.decided.done():
                 continue
-            ready = attempt.failures or len(attempt.receipts) == attempt.begin.world
-            return attempt if ready else None
+            if attempt.failures or (oldest and len(attempt.receipts) == attempt.begin.world):
+                return attempt
+            oldest = False
         return None
 
     def _commit_in_order(self) -> None:
@@ -154,6 +158,8 @@ class Board:
             failure, manifest, digest = self._decide(attempt)
         except Exception as err:  # noqa: BLE001  thread entry: whatever it was, every rank hears of it
             failure = failure_of(err)
+        if failure is not None and attempt.run is not None:
+            failure = msgspec.structs.replace(failure, text=failure.text + _newest(attempt.run))
         root = attempt.place.root if attempt.place is not None else None
         in_run = attempt.order is not None and attempt.order.in_run
         try:
@@ -178,8 +184,7 @@ class Board:
     def _decide(self, attempt: _Attempt) -> tuple[Failure | None, Manifest | None, str]:
         begin, order, place = attempt.begin, attempt.order, attempt.place
         if attempt.failures:
-            newest = _newest(attempt.run) if attempt.run is not None else ""
-            what = f"save of step {begin.step} failed; nothing of it was committed{newest}"
+            what = f"save of step {begin.step} failed; nothing of it was committed"
             return failure_on(what, attempt.failures, begin.world), None, ""
         if order is None or place is None:
             missing = CommitTimeoutError(f"save of step {begin.step}: rank 0 sent no manifest", (0,))
@@ -214,8 +219,8 @@ class Board:
             )
         else:
             self.failed += 1
-            newest = "" if run is None or attempt.failures else _newest(run)
-            _log.warning("save of step %d failed: %s%s", begin.step, failure.error(), newest)
+            # Whoever trains is told by the Pending, and warned by the Checkpointer.
+            _log.info("save of step %d failed: %s", begin.step, failure.error())
         if run is None:
             return
         record = _record_of(attempt, decided, ended, first=run.url not in self._seen_runs)
@@ -308,8 +313,10 @@ def _record_of(attempt: _Attempt, decided: Decided, ended: float, *, first: bool
     ranks = tails_of(attempt.times)
     stall, staged = ranks.get("stall"), ranks.get("stage")
     lead = attempt.times.get(0, RankTimes())
+    # The coordinator's rank is on this machine: its boundary is on this clock.
+    boundary = lead.boundary or attempt.began
     lineage = attempt.order.manifest.lineage if attempt.order is not None else None
-    durable = ended - attempt.began
+    durable = ended - boundary
     return SaveRecord(
         step=begin.step,
         save_id=begin.attempt,
@@ -327,12 +334,12 @@ def _record_of(attempt: _Attempt, decided: Decided, ended: float, *, first: bool
         stall_s=stall.most if stall else 0.0,
         staged_s=staged.most if staged else 0.0,
         durable_s=durable,
-        receipts_s=max(0.0, attempt.received - attempt.began),
+        receipts_s=max(0.0, attempt.received - boundary),
         commit_s=max(0.0, ended - attempt.received),
         bytes_per_s=decided.total_bytes / durable if durable > 0 else 0.0,
         agent_memory_bytes=memory_bytes(),
         ranks=ranks,
-        spans=[*lead.spans, ("coordinator", "commit", attempt.received - attempt.began, durable)],
+        spans=[*lead.spans, ("coordinator", "commit", attempt.received - boundary, durable)],
     )
 
 

@@ -1,4 +1,4 @@
-"""The trainer's end: where the parts of a save go after the copy. To the agent, or to a hub in this process.
+"""The trainer's end: where the parts of a save go after the copy. To the agent, or to a hub in this process (``inside``).
 
 Both have the same methods, and both outlive an error of theirs: what was pending fails with the cause, what comes next
 starts anew. Imports no torch.
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from keepstep.agent.board import Place
-from keepstep.agent.hub import Hub
 from keepstep.agent.node import agent_log, lock, socket_path
 from keepstep.agent.protocol import (
     Abort,
@@ -48,10 +47,10 @@ from keepstep.agent.protocol import (
 )
 from keepstep.errors import AgentError, CheckpointError
 from keepstep.format.failure import Failure, failure_of
-from keepstep.move.arena import Arena, check_budget
+from keepstep.move.arena import Arena
 from keepstep.storage.base import Closing, Storage
 
-__all__ = ["AgentClient", "Background", "InProcess", "Lent", "call_agent"]
+__all__ = ["AgentClient", "Background", "Lent", "call_agent"]
 
 _Answer = TypeVar("_Answer")
 START_S = 20.0
@@ -113,54 +112,6 @@ class Background(Closing):
     @abstractmethod
     def close(self) -> None:
         """Lets go of it. What was submitted goes on. Idempotent."""
-
-
-class InProcess(Background):
-    """A hub in this process: works everywhere, and ends with the trainer."""
-
-    kind = "thread"
-
-    def __init__(self) -> None:
-        self._hub = Hub()
-        self.name = self._hub.name
-        self.alive_now = True
-
-    @property
-    def alive(self) -> bool:
-        """See Background."""
-        return self.alive_now
-
-    def lend(self, size_bytes: int, budget_bytes: int, instead_of: Lent | None) -> Lent:
-        """See Background."""
-        if instead_of is not None:
-            instead_of.arena.close()
-        check_budget(size_bytes, budget_bytes, 0)
-        return Lent(0, Arena(size_bytes, ring=False))
-
-    def begin(self, begin: Begin, run: Storage | None = None) -> Future[Decided]:
-        """See Background."""
-        return self._hub.begin(begin, run)
-
-    def submit(self, submit: Submit, place: Place, lent: Lent) -> None:
-        """See Background."""
-        self._hub.submit(submit, place, lent.arena)
-
-    def abort(self, abort: Abort) -> None:
-        """See Background."""
-        self._hub.abort(abort)
-
-    def listen(self, secret: str, hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """See Background."""
-        return self._hub.listen(secret, hosts)
-
-    def drain(self, timeout_s: float) -> int:
-        """See Background."""
-        return self._hub.settle(timeout_s)
-
-    def close(self) -> None:
-        """See Background."""
-        self.alive_now = False
-        self._hub.close()
 
 
 class AgentClient(Background):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.checkpointer.agree import Attempt, KnownPlan
-from keepstep.checkpointer.background import BackgroundSaves, Manner
+from keepstep.checkpointer.background import BackgroundSaves, Manner, is_plain
 from keepstep.checkpointer.pending import Pending
-from keepstep.errors import AgentError
+from keepstep.errors import AgentError, UsageError
 from keepstep.format.manifest import Lineage
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.train_state import TrainState
@@ -49,11 +49,14 @@ def async_save(
         deadline_s: how long to wait for other ranks, and how long the save may take, in seconds.
 
     Raises:
+        UsageError: options that mean nothing.
         UnsafeValueError: values or tensors that cannot be stored; nothing was begun.
         MismatchError: ranks differ in path, step or undeclared values; nothing was begun.
         StepExistsError: a step is committed there and ``overwrite`` is False.
         RankFailedError, CommitTimeoutError: nothing was begun.
     """
+    if background == "off":
+        raise UsageError("background='off': save() is what is durable when it returns")
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
     storage = storage_of(path)
@@ -61,9 +64,11 @@ def async_save(
     kept = _kept.get(key)
     if kept is None or not kept[0].fits(ranks, storage):
         if kept is not None:
+            # What is in progress would lose whoever finishes it.
+            kept[0].wait()
             kept[0].close()
         # All steps of a process go through one agent, which is found by the folder of the first of them.
-        around = LocalStorage(Path(storage.url).parent) if isinstance(storage, LocalStorage) else storage
+        around = LocalStorage(Path(storage.url).parent) if is_plain(storage) else storage
         kept = BackgroundSaves(ranks, around, Manner(staging, background), deadline_s), None
         kept[0].connect()
     saves, known = kept

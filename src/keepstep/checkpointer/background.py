@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.agent.client import AgentClient, Background, InProcess
+from keepstep.agent.client import AgentClient, Background
+from keepstep.agent.inside import InProcess
 from keepstep.agent.protocol import Join
 from keepstep.checkpointer.agree import Attempt, KnownPlan, agree
 from keepstep.checkpointer.pending import Pending

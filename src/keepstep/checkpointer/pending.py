@@ -31,7 +31,7 @@ class Pending:
     cause, on every rank (``staged`` only when it was not done before).
 
     ``step`` and ``url`` say what is saved and where; ``staged_s`` and ``committed_s`` how long it took from the boundary, in
-    seconds. The futures may be waited for on any thread.
+    seconds; ``bytes_written`` how much of it this rank has to write. The futures may be waited for on any thread.
     """
 
     def __init__(self, step: int, url: str) -> None:
@@ -39,7 +39,8 @@ class Pending:
         self.url = url
         self.staged: Future[None] = Future()
         self.committed: Future[Saved] = Future()
-        self.seen = False
+        self.seen = self.logged = False
+        self.bytes_written = 0
         self.staged_s = self.committed_s = 0.0
         self._began = time.monotonic()
         self._lock = threading.RLock()
@@ -113,7 +114,7 @@ def _at_exit() -> None:
             error = pending.committed.exception(EXIT_S)
         except TimeoutError:
             error = CommitTimeoutError("it did not end before the interpreter had to", ())
-        if error is not None and not pending.seen:
+        if error is not None and not (pending.seen or pending.logged):
             pending.seen = True
             _log.error("the save of step %d to %s failed: %s", pending.step, pending.url, error)
 

@@ -34,13 +34,15 @@ class RankTimes(msgspec.Struct):
     """Where the time of one rank went, in seconds by name, and the spans of it.
 
     ``wait`` for the save before, ``capture``, ``plan`` and ``copy`` at the boundary, and ``fence`` block training;
-    ``stage`` is from the boundary to the last byte in the arena, ``write`` from there to durable files.
+    ``stage`` is from the boundary to the last byte in the arena, ``write`` from there to durable files. ``boundary`` is
+    when that was, on the monotonic clock of the machine.
     """
 
     seconds: dict[str, float] = {}
     spans: list[Span] = []
     bytes: int = 0
     host: str = ""
+    boundary: float = 0.0
 
 
 class Tail(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ __all__ = [
     "check_budget",
     "free_bytes",
     "shared_memory",
+    "whole_chunks",
 ]
 
 CHUNK_BYTES = 1 << 22
@@ -98,13 +99,18 @@ def bases_of(data_bytes: Sequence[int]) -> tuple[list[int], int]:
     return bases, at
 
 
+def whole_chunks(size_bytes: int) -> int:
+    """The size that an arena for this many bytes has."""
+    return max(1, -(-size_bytes // CHUNK_BYTES)) * CHUNK_BYTES
+
+
 def shared_memory(size_bytes: int) -> int:
     """A descriptor of new anonymous shared memory, in whole chunks, all of it reserved.
 
     Raises:
         StagingError: the memory cannot be had; says how much was asked for and how much is free.
     """
-    size = max(1, -(-size_bytes // CHUNK_BYTES)) * CHUNK_BYTES
+    size = whole_chunks(size_bytes)
     descriptor = os.memfd_create("keepstep-arena", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
