@@ -7,7 +7,6 @@ stored is collected and refused at once, before a byte is written.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -79,33 +78,34 @@ def capture(
         raise UsageError(f"a state is a TrainState or a dict with non-empty string keys, not {type(state).__name__}")
     if "__metadata__" in state:
         raise UsageError("a component cannot be called __metadata__: shard files use the name for themselves")
-    if recall is not None and recall.kept:
-        with contextlib.suppress(ChangedError):
-            return _captured(state, recall.table or LayoutTable(rank, world, [Mesh((world,))]), overlap, recall)
-    if recall is not None:
+    layouts = recall.table if recall is not None and recall.kept else None
+    if recall is not None and layouts is None:
         recall.clear()
-    return _captured(state, LayoutTable(rank, world, [Mesh((world,))]), overlap, recall)
-
-
-def _captured(state: Mapping[str, Any], layouts: LayoutTable, overlap: bool, recall: Recall | None) -> Snapshot:
-    collector = Collector(layouts, state, overlap=overlap, recall=recall)
+    collector = Collector(layouts or LayoutTable(rank, world, [Mesh((world,))]), state, overlap=overlap, recall=recall)
     if overlap:
         collector.guarded = guarded_memory(state)
     tree: dict[str, Any] = {}
     components: dict[str, Component] = {}
-    for name, value in state.items():
-        path = join("", name)
-        # Containers of tensors get files of their own, so that a model can be read without its optimizer.
-        bare = isinstance(value, torch.Tensor | Sharded)
-        crowded = len({part.folder for part in components.values()}) >= MAX_FOLDERS
-        collector.folder = STATE_FOLDER if bare or crowded or not safe_folder(name) else name
-        before, size = len(collector.specs), collector.tensor_bytes
-        tree[name] = collector.visit(value, path)
-        tensors = len(collector.specs) - before
-        folder = collector.folder if tensors else STATE_FOLDER
-        node = tree[name]
-        kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
-        components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
+    try:
+        for name, value in state.items():
+            path = join("", name)
+            # Containers of tensors get files of their own, so that a model can be read without its optimizer.
+            bare = isinstance(value, torch.Tensor | Sharded)
+            crowded = len({part.folder for part in components.values()}) >= MAX_FOLDERS
+            collector.folder = STATE_FOLDER if bare or crowded or not safe_folder(name) else name
+            before, size = len(collector.specs), collector.tensor_bytes
+            tree[name] = collector.visit(value, path)
+            tensors = len(collector.specs) - before
+            folder = collector.folder if tensors else STATE_FOLDER
+            node = tree[name]
+            kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
+            components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
+        if recall is not None and recall.layouts not in (0, len(collector.table.layouts)):
+            raise ChangedError
+    except ChangedError:
+        # Something is not as it was remembered: all over again, with nothing remembered.
+        (recall or Recall()).clear()
+        return capture(state, rank=rank, world=world, overlap=overlap, recall=recall)
     encoded = encode(tree, refused=collector.refused)
     for key, value in collector.own_values.items():
         encode(value, key, refused=collector.refused)
@@ -113,10 +113,7 @@ def _captured(state: Mapping[str, Any], layouts: LayoutTable, overlap: bool, rec
     if collector.refused:
         raise UnsafeValueError(collector.refused)
     if recall is not None:
-        if recall.layouts not in (0, len(layouts.layouts)):
-            raise ChangedError
         collector.learn(recall)
-        recall.table, recall.layouts = layouts, len(layouts.layouts)
     structure = Structure(tuple(collector.table.meshes), tuple(collector.table.layouts), tuple(collector.specs))
     return Snapshot(
         tree=encoded,
@@ -287,6 +284,7 @@ class Collector:
             if entries is not None and sum(entry.first == entry.key for entry in entries) == one.stored:
                 raw = msgspec.Raw(encode(one.node, one.path))
                 recall.learn(one.path, Remembered(one.template, entries, raw, one.folder, one.rules, one.tensor_bytes))
+        recall.table, recall.layouts = self.table, len(self.table.layouts)
 
     def _replayed(self, known: Remembered, tree: dict[str, Any], path: str, recall: Recall) -> Any:
         try:
