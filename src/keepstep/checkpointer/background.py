@@ -33,6 +33,8 @@ from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.slots import Slot
 from keepstep.checkpointer.staged import Desk, StagedSave
 from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, UsageError
+from keepstep.format.layout import fingerprint
+from keepstep.plan.save_plan import assign_writers, rank_files
 from keepstep.ranks import Ranks
 from keepstep.state.capture import capture
 from keepstep.state.recall import Recall
@@ -242,15 +244,38 @@ class BackgroundSaves(Closing):
             self._pool.shutdown()
         self._let_go()
 
-    def keep_ready(self, state: Mapping[str, Any]) -> None:
-        """At a boundary: has arenas made ready, and replaces an agent that died, while training goes on."""
+    def keep_ready(self, state: Mapping[str, Any], known: KnownPlan | None) -> KnownPlan | None:
+        """At a boundary: replaces an agent that died. At the first one, where the optimizer has its state, prepares saves.
+
+        Then the arenas are made ready while training goes on, and what a save finds out about the structure is found out
+        now. Returns the plan to be known at the next save. Not collective.
+        """
         if not self._warm:
-            # The optimizer has its state now, so what a save needs is known.
             self._warm = True
             self.warm_up(state)
+            known = self._rehearsed(state, known)
         if self._at_work is not None and not self._at_work.alive and self._reviving is None:
             self._reviving = threading.Thread(target=self._start, name="keepstep-revive", daemon=True)
             self._reviving.start()
+        return known
+
+    def _rehearsed(self, state: Mapping[str, Any], known: KnownPlan | None) -> KnownPlan | None:
+        """The plan of a save as it would be now, if all ranks see what this one sees."""
+        rank, world = self._ranks.rank, self._ranks.world
+        self._copier.submit(int).result()
+        with no_collection(), contextlib.suppress(CheckpointError):
+            # (What is wrong with the state is for the save itself to say.)
+            structure = capture(
+                state, rank=rank, world=world, overlap=self._manner.staging == "overlap", recall=self._recall
+            ).structure
+            mine = fingerprint(structure)
+            if known is None or known.fingerprint != mine:
+                known = KnownPlan(mine, assign_writers(structure, world))
+            stored = known.stored
+            if not known.files and [spec.key for spec in stored.tensors] == [spec.key for spec in structure.tensors]:
+                files = rank_files(stored, rank, live_index=None, extras=())
+                known = msgspec.structs.replace(known, files=files)
+        return known
 
     def _let_go(self) -> None:
         if self._at_work is not None:

@@ -247,7 +247,7 @@ class Checkpointer(Closing):
         self._metrics = numbers
         self._notice()
         if self._saves is not None:
-            self._saves.keep_ready(self._state)
+            self._known = self._saves.keep_ready(self._state, self._known)
         if self._watch is not None and self._watch.is_over(progress.step):
             self._stop(self._watch)
         if self._every and self._every.is_due(self._ranks, progress.step, self._due_s, self._deadline_s):

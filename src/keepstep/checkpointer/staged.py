@@ -123,6 +123,12 @@ class StagedSave:
         if late:
             self._hold = raise_hold()
             self._seals = {index: self._seal(tensors[index][0]) for index in late}
+        at = 0.0
+        for name in ("wait", "capture", "plan"):
+            # One after another, as they were; what lies between them is not worth a clock of its own.
+            took = self.timeline.seconds.get(name, 0.0)
+            self._spans.append(("training", name, at, at + took))
+            at += took
         began = time.perf_counter()
         with self.timeline.span("copy"), torch.no_grad():
             stager = self._stager = Stager(self.files, tensors, self._extras, memory, compute_marks(tensors))
