@@ -10,7 +10,7 @@ READY    := .venv/.ready
 .PHONY: help setup demo test check bench cases clean
 
 help:
-	@echo "make demo    a real training run: killed inside a save, resumed exactly, then on 1 and on 3 ranks"
+	@echo "make demo    a real training run: killed inside a save and once more right after the copy, resumed exactly"
 	@echo "make test    everything: make check, then the slow, multi-process and GPU tests"
 	@echo "make check   format, lint, types, architecture, fast tests (under 90 s)"
 	@echo "make bench   the benchmarks, against torch.save, DCP and others (QUICK=1: small sizes, minutes)"

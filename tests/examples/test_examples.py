@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.architecture.source import ROOT
 
@@ -33,11 +36,30 @@ SMALL = [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def train(ranks: int, *options: object) -> str:
+def command(ranks: int, *options: object) -> list[str]:
     script = str(ROOT / "examples/train_gpt.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, script, *SMALL, *map(str, options)]
+
+
+@contextlib.contextmanager
+def started(ranks: int, *options: object) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command(ranks, *options),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+        try:
+            yield job
+        finally:
+            job.terminate()
+
+
+def train(ranks: int, *options: object) -> str:
     ran = subprocess.run(
-        [sys.executable, *launcher, script, *SMALL, *map(str, options)],
+        command(ranks, *options),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -88,6 +110,48 @@ def test_bfloat16_resumes_too(tmp_path):
     assert trace(tmp_path / "rest.jsonl") == {number: whole[number] for number in (3, 4)}
 
 
+@pytest.mark.parametrize(("parallel", "ranks", "status"), [("none", 1, os.EX_TEMPFAIL), ("fsdp", 2, None)])
+def test_a_job_that_is_asked_to_stop_saves_the_step_at_hand(parallel, ranks, status, tmp_path):
+    options = ["--parallel", parallel, "--steps", 3000, "--save-every", 3000, "--checkpoints", tmp_path / "run"]
+    with started(ranks, *options, "--trace", tmp_path / "first.jsonl") as job:
+        lines = iter(job.stdout.readline, "")
+        assert any("step     3" in line for line in lines)
+        job.terminate()
+        said = "".join(lines)
+        # (The launcher has a status of its own for a job that it was asked to end.)
+        assert job.wait(60) == status if status is not None else job.wait(60) != 0
+    stopped = max(trace(tmp_path / "first.jsonl"))
+    assert said.count(f"asked to stop at step {stopped}; it is committed") == ranks
+    assert [path.parent.name for path in (tmp_path / "run").glob("step-*/.metadata")] == [f"step-{stopped:08d}"]
+    assert stopped >= 3
+    ran = train(ranks, *options, "--stop-after", stopped + 2, "--trace", tmp_path / "second.jsonl")
+    assert f"starting at step {stopped}\n" in ran
+    assert sorted(trace(tmp_path / "second.jsonl")) == [stopped + 1, stopped + 2]
+    if ranks == 1:
+        whole = [*options[:-1], tmp_path / "whole", "--stop-after", stopped + 2, "--trace", tmp_path / "whole.jsonl"]
+        train(ranks, *whole)
+        parts = trace(tmp_path / "first.jsonl") | trace(tmp_path / "second.jsonl")
+        assert parts == trace(tmp_path / "whole.jsonl")
+
+
+def test_every_rank_notes_what_it_has_staged(tmp_path):
+    options = ["--parallel", "fsdp", "--steps", 4, "--checkpoints", tmp_path / "run", "--staged", tmp_path / "staged"]
+    train(2, *options)
+    assert sorted((tmp_path / "staged").read_text().splitlines()) == ["2 0", "2 1", "4 0", "4 1"]
+
+
+def test_the_size_that_is_worth_watching_has_thirty_million_parameters():
+    script = runpy.run_path(str(ROOT / "examples/train_gpt.py"))
+    flags = dict(re.findall(r"--(n-layer|n-head|d-model) (\d+)", script["__doc__"]))
+    with torch.device("meta"):
+        model = script["GPT"](*(int(flags[name]) for name in ("n-layer", "n-head", "d-model")), 64, 0.1)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert 30e6 < parameters < 33e6
+    # Weights and two moments, four bytes each.
+    assert f"{round(parameters / 1e6)} million" in script["__doc__"]
+    assert f"{parameters * 12 / 1e6:.0f} MB" in script["__doc__"]
+
+
 def demo_trace(**changes):
     records = {step: {"samples": [step], "loss": float(step).hex(), "parameters": f"{step:x}"} for step in (4, 5, 6)}
     records[5] |= changes
@@ -125,4 +189,8 @@ def test_the_demo_holds():
         [sys.executable, str(ROOT / "examples/demo.py")], capture_output=True, text=True, timeout=280, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("holds") == 4
+    assert ran.stdout.count("holds") == 6
+    committed = re.search(r"it committed step (\d+) by itself, (\d+) ms after the kill", ran.stdout)
+    assert int(committed[2]) >= 0
+    assert re.search(rf"^killed at staged +1-{committed[1]} +{committed[1]} ", ran.stdout, re.M)
+    assert max(map(len, ran.stdout.splitlines())) <= 80
