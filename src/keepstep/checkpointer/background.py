@@ -31,7 +31,7 @@ from keepstep.checkpointer.agree import Attempt, KnownPlan, agree
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.slots import Slot
-from keepstep.checkpointer.staged import Desk, StagedSave
+from keepstep.checkpointer.staged import COPY_THREADS, Desk, StagedSave
 from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, UsageError
 from keepstep.format.layout import fingerprint
 from keepstep.plan.save_plan import assign_writers, rank_files
@@ -47,7 +47,6 @@ __all__ = ["BackgroundSaves", "Manner", "is_plain"]
 
 GRACE_S = 10.0
 """How much longer than the agent's own deadline a trainer waits for the agent to say that it is over."""
-COPY_THREADS = 4
 _log = logging.getLogger("keepstep")
 
 
@@ -106,7 +105,7 @@ class BackgroundSaves(Closing):
         self._failed_to_start: CheckpointError | None = None
         self._join = Join()
         self._names: tuple[str, ...] = ()
-        self._pool = ThreadPoolExecutor(min(COPY_THREADS, os.cpu_count() or 1)) if manner.staging == "block" else None
+        self._pool = ThreadPoolExecutor(COPY_THREADS) if manner.staging == "block" else None
         self._copier = ThreadPoolExecutor(manner.arenas, thread_name_prefix="keepstep-copy")
         self._pid = os.getpid()
 

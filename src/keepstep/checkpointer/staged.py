@@ -7,6 +7,7 @@ when the agent has taken it is ``staged`` done: from there on the trainer may di
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
@@ -36,8 +37,10 @@ from keepstep.state.fence import Hold, raise_hold
 from keepstep.storage.base import Storage
 from keepstep.timeline import Timeline
 
-__all__ = ["Desk", "StagedSave"]
+__all__ = ["COPY_THREADS", "Desk", "StagedSave"]
 
+COPY_THREADS = min(4, os.cpu_count() or 1)
+"""Of one rank, with ``staging="block"``; more would only wait for memory."""
 EXPLAINED_RANKS = 64
 """Up to this many ranks each sends a digest of every replicated tensor, so that an error can name the tensor."""
 
@@ -133,7 +136,7 @@ class StagedSave:
         with self.timeline.span("copy"), torch.no_grad():
             stager = self._stager = Stager(self.files, tensors, self._extras, memory, compute_marks(tensors))
             if pool is not None:
-                stager.copy_on(pool)
+                stager.copy_on(pool, COPY_THREADS)
             else:
                 stager.copy(others_than=late)
             if self.desk.world > 1:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -37,10 +37,11 @@ GROUP_BYTES = 1 << 24
 """A tensor that is not contiguous is made so in groups of rows of about this size."""
 SHARE_BYTES = 1 << 23
 """With several threads a tensor is copied in shares of at most this size."""
-MOST_SHARES = 64
 CLONED_BYTES = 1 << 26
 
 Held = tuple[torch.Tensor, ...]
+_Move = tuple[int, int, int, torch.Tensor]
+"""To which address, from which, how many bytes, and the tensor that keeps the source alive until then."""
 Extras = Mapping[str, bytes | torch.Tensor]
 
 
@@ -108,49 +109,52 @@ class Stager:
 
         Returns the bytes copied from host memory; copies from devices are merely started, see ``finish``.
         """
-        total = 0
+        direct, odd = self._sorted(chosen, others_than)
+        return _copied(direct) + _copied(self._runs_of(odd))
+
+    def copy_on(self, pool: Executor, threads: int) -> int:
+        """Copies everything, on this thread and on ``threads - 1`` of a pool, each an equal share of the bytes."""
+        direct, odd = self._sorted(None, frozenset())
+        moves: deque[_Move] = deque()
+        for target, source, size, held in direct:
+            for done in range(0, size, SHARE_BYTES):
+                moves.append((target + done, source + done, min(SHARE_BYTES, size - done), held))
+        share = sum(size for _, _, size, _ in moves) // threads + 1
+        waiting = []
+        for _ in range(threads - 1):
+            mine, taken = [], 0
+            while moves and taken < share:
+                mine.append(moves.popleft())
+                taken += mine[-1][2]
+            waiting.append(pool.submit(_copied, mine))
+        return _copied(moves) + _copied(self._runs_of(odd)) + sum(future.result() for future in waiting)
+
+    def finish(self) -> None:
+        """Waits for copies from devices."""
+        self._lanes.wait()
+
+    def _sorted(
+        self, chosen: Iterable[int] | None, others_than: frozenset[int]
+    ) -> tuple[list[_Move], list[tuple[int, Slot]]]:
+        """Slots that are one copy each, as such; and the others: parts of tensors, turned ones, those on devices."""
         wanted = None if chosen is None else frozenset(chosen)
-        address, tensors, odd = self._arena.address, self._tensors, []
+        address, tensors = self._arena.address, self._tensors
+        direct: list[_Move] = []
+        odd = []
         for base, slot in self._slots:
             index = slot.tensor
             if index in others_than or (wanted is not None and index not in wanted):
                 continue
             start, size = slot.entry.start, slot.entry.stop - slot.entry.start
             local = tensors[index][0] if index >= 0 else None
-            # Most slots are a whole tensor that lies in the host's memory as it will in the file.
             if local is None or not local.is_cpu or local.nbytes != size or not local.is_contiguous():
                 odd.append((base, slot))
-                continue
-            ctypes.memmove(address + base + start, local.data_ptr(), size)
-            total += size
-        for target, run, size in self._moves(odd):
-            ctypes.memmove(target, run.data_ptr(), size)
-            total += size
-        return total
+            elif size:
+                direct.append((address + base + start, local.data_ptr(), size, local))
+        return direct, odd
 
-    def copy_on(self, pool: Executor) -> int:
-        """Copies everything, on all threads of a pool."""
-        total = 0
-        # A run may be a temporary: it is held until it is copied, and not too many at a time.
-        waiting: deque[tuple[Future[int | None], torch.Tensor]] = deque()
-        for target, run, size in self._moves(self._slots):
-            source = run.data_ptr()
-            for done in range(0, size, SHARE_BYTES):
-                step = min(SHARE_BYTES, size - done)
-                waiting.append((pool.submit(ctypes.memmove, target + done, source + done, step), run))
-            total += size
-            while len(waiting) > MOST_SHARES:
-                waiting.popleft()[0].result()
-        for future, _ in waiting:
-            future.result()
-        return total
-
-    def finish(self) -> None:
-        """Waits for copies from devices."""
-        self._lanes.wait()
-
-    def _moves(self, slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """(target address, contiguous source, bytes) of each copy within the host; those from devices are started."""
+    def _runs_of(self, slots: Iterable[tuple[int, Slot]]) -> Iterator[_Move]:
+        """The copies of other slots, a part at a time; those from devices are started on the way."""
         for device, mark in self.marks.items():
             # What makes a tensor contiguous runs on this thread's own stream, which knows nothing of the training's.
             torch.cuda.current_stream(device).wait_event(mark)
@@ -162,8 +166,16 @@ class Stager:
                 if run.device.type != "cpu":
                     self._lanes.copy(at, run, 0, size)
                 elif size:
-                    yield self._arena.address + at, run, size
+                    yield self._arena.address + at, run.data_ptr(), size, run
                 at += size
+
+
+def _copied(moves: Iterable[_Move]) -> int:
+    total = 0
+    for target, source, size, _ in moves:
+        ctypes.memmove(target, source, size)
+        total += size
+    return total
 
 
 def compute_marks(tensors: Iterable[Held]) -> dict[torch.device, torch.cuda.Event]:
