@@ -36,7 +36,6 @@ __all__ = ["Collector", "Snapshot", "capture", "names_of"]
 
 LARGE_ARRAY_BYTES = 1 << 16
 MAX_FOLDERS = 12
-LATE_BYTES = 1 << 16
 _KINDS: dict[type, str] = {RankRef: "per_rank", TensorRef: "tensor"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple, deque)
@@ -49,7 +48,7 @@ class Snapshot:
 
     ``tree`` and ``own_tree`` are encoded plain values: shared by all ranks, and this rank's own. ``locals`` holds, for
     each tensor of ``structure``, the live local tensors of this rank; ``own`` holds tensors that belong to this rank alone.
-    ``late`` are the indices of large tensors that nothing but an optimizer's step changes: they may be copied until then.
+    ``late`` are the indices of tensors that nothing but an optimizer's step changes: they may be copied until then.
     """
 
     tree: bytes
@@ -287,17 +286,16 @@ class Collector:
         recall.table, recall.layouts = self.table, len(self.table.layouts)
 
     def _replayed(self, known: Remembered, tree: dict[str, Any], path: str, recall: Recall) -> Any:
+        overlap, stepped, guarded, late = self.overlap, self._stepped, self.guarded, self.late
         try:
             if (known.folder, known.rules) != (self.folder, self._first_wins):
                 raise ChangedError
             for entry, local, at in replay(known, tree, self._seen, self._places):
-                if entry.local_bytes < LATE_BYTES or not self.overlap:
-                    self.locals.append((local,))
-                else:
-                    if self._stepped or at in self.guarded:
-                        self.late.append(len(self.specs))
+                if overlap and entry.local_bytes and (stepped or at in guarded):
+                    late.append(len(self.specs))
                     # What is copied later is held by an alias of its own: its owner may be given other memory.
-                    self.locals.append((local.detach(),))
+                    local = local.detach()
+                self.locals.append((local,))
                 self.specs.append(entry.spec)
         except ChangedError:
             recall.miss(path)
@@ -352,8 +350,7 @@ class Collector:
             if first != path:
                 self.aliases[path] = first
                 return ref
-            large = self.overlap and size * ITEM_BYTES[shard.dtype] >= LATE_BYTES
-            if large and (self._stepped or at in self.guarded):
+            if self.overlap and (self._stepped or at in self.guarded):
                 self.late.append(len(self.specs))
         rule = "first" if path in self._first_wins else "same"
         self.specs.append(TensorSpec(path, shard.dtype, shard.layout, self.folder, rule))
