@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.agent.client import AgentClient, call_agent
+from keepstep.agent.hub import Hub
 from keepstep.agent.node import agent_log, runtime_folder, socket_path
 from keepstep.agent.protocol import (
     MAX_FRAME_BYTES,
@@ -228,6 +229,38 @@ def test_stop_waits_for_what_was_submitted(tmp_path, request):
     state = made(0)
     with ks.Checkpointer(root, state, background="off") as ckpt:
         assert ckpt.restore().step == whole(state) == 7
+
+
+@pytest.mark.slow
+def test_an_attempt_that_nobody_can_complete_any_more_ends_at_once(tmp_path):
+    root = str(tmp_path)
+    with AgentClient(root, 0, 0.2) as lead:
+        pid = lead.pid
+        with AgentClient(root, 1, 0.2) as other:
+            lent = other.lend(1, 0, None)
+            other.begin(Begin("a", 1, 1, 2, "", 600.0))
+            other.submit(Submit("a", 1, WriteOrder((), 1, lent.number, root), RankTimes()), None, lent)
+        # Its part is done; that of rank 0 may still come, and is waited for.
+        wait_until(lambda: agent_of(root).trainers == (os.getpid(),))
+        assert [job.state for job in agent_of(root).jobs] == ["written"]
+        # Who starts now belongs to another start of the job.
+        with AgentClient(root, 0, 0.2):
+            lead.close()
+            wait_until(lambda: not agent_of(root).jobs)
+    wait_until(lambda: not is_alive(pid))
+    assert "the trainer of rank 0 ended before it took part" in agent_log(root).read_text()
+
+
+def test_what_only_other_nodes_have_begun_ends_with_the_last_trainer_here():
+    hub = Hub()
+    hub.enter(1)
+    hub.enter(2)
+    decided = hub.board.open(Begin("a", 1, 1, 2, "", 600.0), far=True)
+    hub.leave(1)
+    assert not decided.done()
+    hub.leave(2)
+    assert "the trainer of rank 0 ended before it took part" in str(decided.result(5).failure.error())
+    hub.close()
 
 
 # --- strangers ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from keepstep.commit.catalog import read_catalog
 from keepstep.commit.conclude import Order, tidy
 from keepstep.commit.publish import commit_step, point_latest
 from keepstep.commit.records import RankTimes, SaveRecord, append_record, now_text, tails_of
-from keepstep.errors import CommitTimeoutError, MismatchError
+from keepstep.errors import AgentError, CommitTimeoutError, MismatchError
 from keepstep.format.failure import Failure, failure_of, failure_on
 from keepstep.format.manifest import Manifest, Receipt
 from keepstep.storage.base import Storage
@@ -44,6 +45,7 @@ class _Attempt:
     begin: Begin
     began: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
+    begun: set[int] = field(default_factory=set)
     receipts: dict[int, Receipt] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     times: dict[int, RankTimes] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Board:
                         del self._attempts[old]
                         self._order.remove(old)
             attempt.run = attempt.run or run
+            attempt.begun.add(begin.rank)
             return attempt.far if far else attempt.decided
 
     def receive(self, part: Deliver, place: Place | None = None) -> None:
@@ -110,6 +113,18 @@ class Board:
                 attempt.receipts[part.rank] = part.receipt
                 attempt.replicas[part.rank] = part.replicas
             attempt.received = time.monotonic()
+            self._changed.notify_all()
+
+    def give_up(self, names: Sequence[str] | None) -> None:
+        """Nobody is left who could begin a part of these attempts (None: of any); those with parts not begun have failed."""
+        with self._changed:
+            for name in self._attempts if names is None else names:
+                attempt = self._attempts.get(name)
+                if attempt is None or attempt.told:
+                    continue
+                for rank in set(range(attempt.begin.world)) - attempt.begun:
+                    lost = AgentError(f"the trainer of rank {rank} ended before it took part")
+                    attempt.failures.setdefault(rank, failure_of(lost))
             self._changed.notify_all()
 
     def open_attempts(self) -> int:
@@ -177,6 +192,10 @@ class Board:
             except Exception as err:  # noqa: BLE001  as above
                 _log.warning("tidying up failed; committed steps are untouched: %s", err)
             self._record(attempt, decided, ended)
+            # The decision is remembered for ranks that come late; what led to it is not.
+            attempt.order = attempt.place = None
+            for parts in (attempt.receipts, attempt.replicas, attempt.times):
+                parts.clear()
         with self._changed:
             attempt.settled = True
             self._changed.notify_all()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from keepstep.agent.board import Board, Place
 from keepstep.agent.links import Link, Listener
 from keepstep.agent.protocol import Abort, Begin, Decided, Deliver, JobStatus, Join, Submit
-from keepstep.errors import AgentError, CommitTimeoutError, StorageError
+from keepstep.errors import AgentError, CommitTimeoutError, StorageError, UsageError
 from keepstep.format.failure import Failure, failure_of
 from keepstep.format.manifest import Receipt
 from keepstep.move.arena import CHUNK_BYTES, Arena, bases_of
@@ -29,6 +29,7 @@ from keepstep.storage.base import Storage
 
 __all__ = ["Hub"]
 
+MOST_RANKS = 1 << 20
 PATIENCE_S = 2.0
 """How much longer than the coordinator's own deadline its decision may take to come here."""
 _log = logging.getLogger("keepstep")
@@ -59,6 +60,8 @@ class Hub:
         self._links: dict[str, Link] = {}
         self._linking = threading.Lock()
         self._waiting: dict[str, Future[Decided]] = {}
+        self._present: set[int] = set()
+        self._hopes: dict[str, set[int]] = {}
 
     def listen(self, secret: str, hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:
         """Makes this hub reachable for others that know the secret. Returns where, the likeliest address first."""
@@ -71,15 +74,34 @@ class Hub:
                 self._listeners = {secret: listener}
         return tuple((host, listener.port) for host in _own_addresses(hosts))
 
+    def enter(self, trainer: int) -> None:
+        """A trainer is there, which may take part in what begins from now on."""
+        with self._lock:
+            self._present.add(trainer)
+
+    def leave(self, trainer: int) -> None:
+        """A trainer is gone. When all are that were there as an attempt began, nobody will begin what is missing of it."""
+        with self._lock:
+            self._present.discard(trainer)
+            for hopes in self._hopes.values():
+                hopes.discard(trainer)
+            lost = [attempt for attempt, hopes in self._hopes.items() if not hopes] if self._present else None
+        self.board.give_up(lost)
+
     def begin(self, begin: Begin, run: Storage | None) -> Future[Decided]:
         """A rank takes part in an attempt. The future holds the decision, never an error. ``run`` is its run's storage."""
+        if not 0 <= begin.rank < begin.world <= MOST_RANKS:
+            raise UsageError(f"rank {begin.rank} of {begin.world}")
         here = begin.join.coordinator in ("", self.name)
+        with self._lock:
+            self._hopes.setdefault(begin.attempt, set(self._present))
         decided = self.board.open(begin, run if begin.rank == 0 else None) if here else self._begin_elsewhere(begin)
         with self._lock:
             self._parts[begin.attempt, begin.rank] = _Part(begin, decided)
             # What was decided long ago and is not being written any more is of no interest.
             for key in [k for k, part in self._parts.items() if part.decided.done() and part.writing is None][:-16]:
                 del self._parts[key]
+        decided.add_done_callback(lambda _: self._forget(begin.attempt))
         return decided
 
     def submit(self, submit: Submit, place: Place, arena: Arena) -> None:
@@ -100,6 +122,10 @@ class Hub:
         if part is not None and part.state == "staging":
             part.state = "aborted"
             self._deliver(part, Deliver(abort.attempt, abort.rank, failure=abort.failure))
+
+    def _forget(self, attempt: str) -> None:
+        with self._lock:
+            self._hopes.pop(attempt, None)
 
     def is_writing(self, attempt: str, rank: int) -> bool:
         """Whether the arena of this part is still being read."""

@@ -186,6 +186,7 @@ class Agent:
                     trainer.pid, trainer.rank, trainer.is_trainer = body.pid, body.rank, True
                     with self._lock:
                         self._trainers.append(trainer)
+                    self._hub.enter(id(trainer))
                 return self._report()
             case NeedArena():
                 self._later(trainer, request.number, partial(self._give_arena, trainer, body))
@@ -292,6 +293,7 @@ class Agent:
         for attempt, begin in list(trainer.parts.items()):
             lost = AgentError(f"the trainer of rank {begin.rank} (process {trainer.pid}) ended while it was copying")
             self._hub.abort(Abort(attempt, begin.rank, failure_of(lost)))
+        self._hub.leave(id(trainer))
         while any(self._hub.is_writing(attempt, trainer.rank) for attempt in trainer.busy.values()):
             time.sleep(0.01)
         _log.info("trainer %d (rank %d) has left: %s", trainer.pid, trainer.rank, why)
