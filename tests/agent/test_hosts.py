@@ -270,7 +270,7 @@ def test_strangers_are_refused_and_keep_nobody_out(rank_pool, hosts, tmp_path):
 def killed_at_any_moment(rank, folder, rounds):
     """The second host's agent is killed right before, in and after a boundary, as far as its trainer can tell."""
     told = []
-    with ks.Checkpointer(folder, state_of(rank), deadline_s=60) as ckpt:
+    with ks.Checkpointer(folder, state_of(rank), deadline_s=60, keep=ks.Keep(last=None)) as ckpt:
         saved(ckpt, 1)
         for number in range(rounds):
             pid = agent_of(folder).pid
@@ -286,10 +286,7 @@ def killed_at_any_moment(rank, folder, rounds):
                 killer.join()
                 wait_until(lambda pid=pid: not is_alive(pid))
             dist.barrier()
-            again = attempt(lambda: ckpt.save().wait_committed(PATIENCE_S))
-            ckpt.progress.step += 1
-            saved(ckpt, ckpt.progress.step)
-            assert again.seconds < 10, again
+            saved(ckpt, ckpt.progress.step + 1)
     return told
 
 

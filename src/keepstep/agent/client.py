@@ -54,6 +54,7 @@ __all__ = ["AgentClient", "Background", "Lent", "call_agent"]
 
 _Answer = TypeVar("_Answer")
 START_S = 20.0
+ANSWER_S = 5.0
 REPLY_S = 120.0
 
 
@@ -308,12 +309,31 @@ def _connect_or_start(root: str, linger_s: float) -> socket.socket:
     # Under the lock, so that an agent that is about to leave is either found or gone.
     with lock():
         connection = _connect(path)
+        if connection is not None and not _answers(connection):
+            connection.close()
+            connection = None
         if connection is None:
             _start(root, linger_s)
             connection = _connect(path)
     if connection is None:
         raise AgentError(f"the agent of {root} was started but does not answer; see {agent_log(root)}")
     return connection
+
+
+def _answers(connection: socket.socket) -> bool:
+    """Whether somebody is there: for an agent that is being killed the kernel still takes calls, and hangs up."""
+    connection.settimeout(ANSWER_S)
+    try:
+        send_frame(connection, Request(0, Status()))
+        recv_frame(connection, Reply)
+    except EOFError as gone:
+        # One that is slow to answer is there.
+        return isinstance(gone.__cause__, TimeoutError)
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(None)
+    return True
 
 
 def _start(root: str, linger_s: float) -> None:

@@ -291,6 +291,9 @@ class Hub:
             " step was committed is not known here; only committed steps exist"
         )
         self._hear(Decided(begin.attempt, failure_of(CommitTimeoutError(text, (0,)))))
+        if (link := self._links.get(begin.join.coordinator)) is not None:
+            # What comes next is not to wait behind messages that nobody takes.
+            link.close()
 
 
 def _own_addresses(hosts: Sequence[str]) -> list[str]:

@@ -23,9 +23,9 @@ from keepstep.agent.protocol import (
     send_frame,
 )
 from keepstep.errors import AgentError
-from keepstep.format.failure import failure_of
+from keepstep.format.failure import Failure, failure_of
 
-__all__ = ["Link", "Listener"]
+__all__ = ["Link", "Listener", "tell_instead"]
 
 CONNECT_S = 5.0
 STRANGERS = 32
@@ -177,6 +177,22 @@ class Link:
             self._connection.close()
             attempts = tuple(self.attempts)
         lost(attempts, why)
+
+
+def tell_instead(begin: Begin, failure: Failure) -> None:
+    """In place of an agent that has died: the coordinator's hears that this rank cannot do its part. Never raises.
+
+    Without it the other ranks would wait for this one until the deadline, should its agent have died unannounced.
+    """
+    if not begin.join.addresses:
+        return
+    try:
+        link = Link(begin.join, lambda _: None, lambda *_: None)
+        link.send(begin)
+        link.send(Deliver(begin.attempt, begin.rank, failure=failure))
+        link.close()
+    except AgentError as err:
+        _log.warning("the other ranks could not be told of the failure on rank %d: %s", begin.rank, err)
 
 
 def _call(addresses: Sequence[tuple[str, int]], secret: str) -> socket.socket:

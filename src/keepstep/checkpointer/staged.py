@@ -17,6 +17,7 @@ import torch
 
 from keepstep.agent.board import Place
 from keepstep.agent.client import Background, Lent
+from keepstep.agent.links import tell_instead
 from keepstep.agent.protocol import Abort, Begin, Decided, Join, Submit, WriteOrder
 from keepstep.checkpointer.agree import Agreement, Attempt
 from keepstep.checkpointer.pending import Pending
@@ -69,6 +70,7 @@ class StagedSave:
     began: float
     files: tuple[FilePlan, ...] = ()
     pending: Pending = field(init=False)
+    _begun: Begin = field(init=False)
     _extras: Extras = field(default_factory=dict)
     _hold: Hold | None = None
     _stager: Stager | None = None
@@ -85,7 +87,7 @@ class StagedSave:
         with self.timeline.span("plan"):
             self.files, self._extras = planned_files(self.snapshot, agreed, desk.rank)
             run = attempt.root
-            begin = Begin(
+            begin = self._begun = Begin(
                 agreed.save_id,
                 attempt.step,
                 desk.rank,
@@ -170,6 +172,7 @@ class StagedSave:
         self.desk.background.abort(Abort(self.agreed.save_id, self.desk.rank, failure))
         if not self.desk.background.alive:
             self.pending.fail(failure.error())
+            tell_instead(self._begun, failure)
 
     def _copy_late(self, stager: Stager) -> None:
         began = time.perf_counter()
