@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -626,17 +627,43 @@ def test_two_saves_at_once_are_committed_in_order(rank_pool, tmp_path):
     assert rank_pool(2)(two_at_once, str(tmp_path / "run")) == [[1, 2]] * 2
 
 
-def exits_without_waiting(rank, folder):
-    pending = ks.async_save(f"{folder}/one", training_state(rank), step=1, background="thread")
-    # What the interpreter does at its end.
-    from keepstep.checkpointer.pending import _at_exit
-
-    threading.Thread(target=_at_exit).start()
-    return committed(pending)
+def three_saves(rank, folder):
+    outcomes = []
+    for step in (1, 2, 3):
+        pending = ks.async_save(f"{folder}/{step}", training_state(rank), step=step, background="thread")
+        outcomes.append(committed(pending))
+    return outcomes
 
 
 def test_async_save_of_several_ranks(rank_pool, tmp_path):
-    for outcome in rank_pool(3)(exits_without_waiting, str(tmp_path)):
-        assert outcome.kind == "ok", outcome
-    with ks.open(tmp_path / "one") as checkpoint:
-        assert checkpoint.step == 1
+    for outcomes in rank_pool(3)(three_saves, str(tmp_path)):
+        assert [outcome.kind for outcome in outcomes] == ["ok"] * 3, outcomes
+    with ks.open(tmp_path / "3") as checkpoint:
+        assert checkpoint.step == 3
+
+
+LEAVES = """
+import sys, torch, torch.distributed as dist, keepstep as ks
+rank, folder, background = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
+dist.barrier()
+ks.async_save(folder + "/ck", {"w": torch.full((4,), 7.0), "mine": ks.per_rank(rank)}, step=7, background=background)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", ["agent", "thread"])
+def test_ranks_that_leave_at_once_finish_their_save_first(tmp_path, background):
+    """Rank 0 commits in its own process: it does not end before the others have heard of it."""
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", LEAVES]
+    place = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), background], stderr=subprocess.PIPE, text=True, env=place)
+        for rank in range(3)
+    ]
+    told = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], told
+    assert not any("the save of" in text or "Traceback" in text for text in told), told
+    with ks.open(tmp_path / "ck") as checkpoint:
+        assert checkpoint.step == 7
+        assert checkpoint["w"].tolist() == [7.0] * 4

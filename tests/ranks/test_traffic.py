@@ -54,14 +54,14 @@ def since(store, call):
     return store.phases() - phases, store.bytes - moved, time.monotonic() - began, result
 
 
-def saves_of(rank, folder, tensors):
+def saves_of(rank, folder, tensors, background):
     with pytest.MonkeyPatch.context() as monkeypatch:
         store = counted(monkeypatch)
         state = ks.TrainState(
             weights={f"a rather long name of a tensor, number {i}": torch.full((3,), float(i)) for i in range(tensors)},
             mine=ks.per_rank([rank]),
         )
-        with ks.Checkpointer(folder, state) as checkpointer:
+        with ks.Checkpointer(folder, state, background=background) as checkpointer:
             first = since(store, checkpointer.save)
             state.progress.step = 1
             state["weights"]["a rather long name of a tensor, number 0"].fill_(9.0)
@@ -69,7 +69,7 @@ def saves_of(rank, folder, tensors):
             state["weights"]["one more"] = torch.ones(4)
             state.progress.step = 2
             changed = since(store, checkpointer.save)
-        with ks.Checkpointer(folder, state) as checkpointer:
+        with ks.Checkpointer(folder, state, background=background) as checkpointer:
             checkpointer.restore()
             state.progress.step = 3
             restarted = since(store, checkpointer.save)
@@ -81,13 +81,15 @@ def saves_of(rank, folder, tensors):
 
 @pytest.mark.case(71)
 @pytest.mark.case(107)
-def test_phases_are_few_and_do_not_grow_with_tensors(rank_pool, tmp_path):
-    few = rank_pool(3)(saves_of, str(tmp_path / "few"), 3)
-    many = rank_pool(3)(saves_of, str(tmp_path / "many"), 2000)
+@pytest.mark.parametrize(("background", "phases_each"), [("off", 2), ("thread", 1)])
+def test_phases_are_few_and_do_not_grow_with_tensors(rank_pool, tmp_path, background, phases_each):
+    """What a save in the background has to tell after its beginning, agents tell each other."""
+    few = rank_pool(3)(saves_of, str(tmp_path / "few"), 3, background)
+    many = rank_pool(3)(saves_of, str(tmp_path / "many"), 2000, background)
     for rank in range(3):
         for small, large in zip(few[rank], many[rank], strict=True):
             phases, moved = large
-            assert phases == small[0] == 2
+            assert phases == small[0] == phases_each
             # No plan and no list of tensors goes round, not even for the first save: equal structures have equal prints.
             assert moved < (1024 if rank else 3 * 1024)
             assert moved < small[1] + 200
