@@ -43,8 +43,9 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
-def test_the_code_of_the_readme_runs(tmp_path):
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/background-saves.md", marks=pytest.mark.slow)])
+def test_the_code_of_a_page_runs(page, tmp_path):
+    blocks = BLOCK.findall((ROOT / page).read_text())
     assert blocks
     for number, block in enumerate(blocks):
         script = tmp_path / f"block_{number}.py"
@@ -59,6 +60,7 @@ def test_the_code_of_the_readme_runs(tmp_path):
             check=False,
         )
         assert ran.returncode == 0, f"block {number}:\n{block}\n{ran.stderr}"
+        assert not ran.stderr
 
 
 def test_the_errors_page_is_generated_from_the_tree():

@@ -8,10 +8,11 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import keepstep as ks
-from tests.architecture.source import PACKAGE, ROOT
+from tests.architecture.source import PACKAGE, ROOT, functions, modules
 from tests.architecture.test_reading_path import follow
 
 NAMED = re.compile(r"`([\w/]+\.py):([\w.]+)`")
@@ -30,6 +31,34 @@ def test_every_function_that_the_page_names_takes_part(tmp_path):
         named = set(NAMED.findall(page.split(f"## {title}\n")[1].split("\n## ")[0]))
         assert len(named) > 12
         assert not named - ran, title
+
+
+def train(root: Path, background: str) -> None:
+    model = torch.nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = ks.TrainState(model=model, optimizer=optimizer)
+    with ks.Checkpointer(root, state, every=ks.Every(steps=1), background=background) as checkpointer:
+        checkpointer.restore()
+        for _ in range(2):
+            model(torch.ones(256)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+
+
+@pytest.mark.slow
+def test_every_function_of_the_walk_in_the_background_takes_part(tmp_path):
+    """In a trainer with an agent, or in one that is its own; of the agent's server, which runs elsewhere, it is there."""
+    section = (ROOT / "docs/follow-one-tensor.md").read_text().split("## Saved in the background\n")[1]
+    named = set(NAMED.findall(section))
+    ran = set()
+    for background in ("agent", "thread"):
+        trail = follow(lambda background=background: train(tmp_path / background, background))
+        ran |= {(str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname) for code in trail.functions}
+        assert len(list((tmp_path / background).glob("step-*/.metadata"))) == 2
+    (server,) = [module for module in modules() if module.name == "keepstep.agent.server"]
+    there = {("agent/server.py", name) for name, _ in functions(server)}
+    assert len(named) > 30
+    assert not named - ran - there
 
 
 def reader(tmp_path: Path) -> types.SimpleNamespace:

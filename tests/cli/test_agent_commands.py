@@ -63,7 +63,10 @@ def half_a_save(root: Path) -> Iterator[list[AgentClient]]:
             client.begin(Begin("0badc0de", 7, rank, 2, place.step.url, 60.0))
         order = WriteOrder((), 7, lent.number, str(root), "step-00000007")
         clients[0].submit(Submit("0badc0de", 0, order, RankTimes()), place, lent)
-        wait_until(lambda: [job.state for job in agent_of(root).jobs] == ["written", "staging"], what="half of a save")
+        wait_until(
+            lambda: {job.rank: job.state for job in agent_of(root).jobs} == {0: "written", 1: "staging"},
+            what="half of a save",
+        )
         yield clients
     finally:
         lent.arena.close()

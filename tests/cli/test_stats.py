@@ -108,7 +108,9 @@ def test_without_records_it_says_so(tmp_path):
         checkpointer.save()
     out = call("stats", tmp_path).stdout
     assert "no save is recorded in" in out
-    assert "although 1 step is committed there: saves.jsonl is written by saves in the background only" in out
+    assert (
+        "although 1 step is committed there: saves.jsonl is written by background saves of a Checkpointer only" in out
+    )
 
 
 def test_a_wrong_root_is_told_as_by_ls(tmp_path):

@@ -204,7 +204,7 @@ def _line(report: StatusReport) -> AgentLine:
         report.root,
         max(0.0, time.time() - report.started),
         report.trainers,
-        report.jobs,
+        tuple(sorted(report.jobs, key=lambda job: (job.step, job.rank))),
         report.arenas_bytes,
         report.memory_bytes,
         report.committed,

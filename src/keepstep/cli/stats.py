@@ -152,7 +152,7 @@ def _nothing(stats: Stats) -> str:
         return f"{text}, and no step is committed there"
     return (
         f"{text}, although {plural(stats.steps, 'step')} {'is' if stats.steps == 1 else 'are'} committed there:"
-        f" {RECORDS_NAME} is written by saves in the background only"
+        f" {RECORDS_NAME} is written by background saves of a Checkpointer only"
     )
 
 
