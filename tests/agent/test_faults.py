@@ -8,6 +8,7 @@ import platform
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -349,6 +350,34 @@ def test_a_storage_that_never_answers_ends_by_the_deadline(tmp_path):
         answers.set()
         assert moved_on(ckpt, state, 30).wait_committed(20).step == 30
     assert steps_in(tmp_path / "run") == [10, 30]
+
+
+NEVER = """
+import sys, threading
+import keepstep as ks
+from tests.agent.trainers import made, moved_on
+from tests.helpers.storages import Watched
+shut = threading.Event()
+def before(operation, name):
+    if operation == "write" and shut.is_set():
+        threading.Event().wait()
+state = made(0)
+try:
+    with ks.Checkpointer(Watched(sys.argv[1], before), state, background="thread", deadline_s=0.5) as ckpt:
+        moved_on(ckpt, state, 10).wait_committed(20)
+        shut.set()
+        moved_on(ckpt, state, 20)
+except TimeoutError as err:
+    print(type(err).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_storage_that_never_answers_does_not_keep_the_interpreter(tmp_path):
+    done = subprocess.run([sys.executable, "-c", NEVER, tmp_path / "run"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "CommitTimeoutError\n"), done
+    assert "the save of step 20 failed" in done.stderr
+    assert steps_in(tmp_path / "run") == [10]
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ and hashes the next chunk while a few threads write those before it.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
 
 import msgspec
 import numpy as np
@@ -59,7 +60,8 @@ class ShardWriter:
         self._origin = origin
         self._failed: Exception | None = None
         self._uploads: list[Upload] = []
-        self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="keepstep-write")
+        self._chunks: queue.Queue[tuple[Chunk, memoryview] | None] = queue.Queue()
+        self._threads: list[threading.Thread] = []
         self._blocks = [block_size(head.data_bytes) for head in heads]
         self._digests = [
             np.zeros(-(-head.data_bytes // block), np.uint64) for head, block in zip(heads, self._blocks, strict=True)
@@ -82,13 +84,18 @@ class ShardWriter:
         digests, block = self._digests[chunk.file], self._blocks[chunk.file]
         for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
             digests[index] = digest(data[at : min(at + block, chunk.length)])
-        self._pool.submit(self._write, chunk, data)
+        self._chunks.put((chunk, data))
+        if len(self._threads) < WRITER_THREADS:
+            # Daemons: a write that never returns must not keep the interpreter from ending, as those of a pool would.
+            thread = threading.Thread(target=self._write, name="keepstep-write", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         if self._failed is not None:
             raise self._failed
 
     def finish(self) -> Receipt:
         """Waits until all is written, seals and commits every file: durable on return."""
-        self._pool.shutdown()
+        self._chunks.join()
         if self._failed is not None:
             raise self._failed
         files = {}
@@ -102,18 +109,25 @@ class ShardWriter:
 
     def close(self) -> None:
         """Waits for the threads and drops what was not committed. Idempotent."""
-        self._pool.shutdown()
+        self._chunks.join()
+        for _ in self._threads:
+            self._chunks.put(None)
+        self._threads.clear()
         for upload in self._uploads:
             upload.close()
 
-    def _write(self, chunk: Chunk, data: memoryview) -> None:
-        """On a writer thread. After a failure the rest is only given back, so that nobody waits for a free place."""
-        try:
-            if self._failed is None:
-                self._uploads[chunk.file].write_at(len(self._heads[chunk.file].header) + chunk.offset, data)
-        except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
-            self._failed = err
-        finally:
-            data.release()
-            if self._arena.free is not None:
-                self._arena.free.put(chunk.at)
+    def _write(self) -> None:
+        """A writer thread. After a failure the rest is only given back, so that nobody waits for a free place."""
+        while (given := self._chunks.get()) is not None:
+            chunk, data = given
+            try:
+                if self._failed is None:
+                    self._uploads[chunk.file].write_at(len(self._heads[chunk.file].header) + chunk.offset, data)
+            except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
+                self._failed = err
+            finally:
+                data.release()
+                if self._arena.free is not None:
+                    self._arena.free.put(chunk.at)
+                self._chunks.task_done()
+        self._chunks.task_done()
