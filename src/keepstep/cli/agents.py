@@ -111,7 +111,7 @@ def read_agents() -> Agents:
                 stale.append(str(path))
         else:
             lines.append(_line(report))
-    return Agents(tuple(lines), tuple(stale), tuple(silent))
+    return Agents(tuple(sorted(lines, key=lambda line: line.root)), tuple(stale), tuple(silent))
 
 
 def stop_agents(root: str | None, *, everything: bool, now: bool) -> Stopping:
@@ -151,7 +151,6 @@ def print_agents(found: Agents, console: Console) -> None:
             "trainers": trainers or stays,
             "memory": f"{size_words(line.arenas_bytes)} of arenas, {size_words(line.memory_bytes)} of its own",
             "saves": f"{line.committed:,} committed, {line.failed:,} failed",
-            "log": safe(line.log),
         }
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
@@ -159,6 +158,7 @@ def print_agents(found: Agents, console: Console) -> None:
         for name, text in rows.items():
             grid.add_row(f"  {name}", text)
         console.print(grid)
+        console.print(f"  log       {safe(line.log)}", soft_wrap=True)
         for job in line.jobs:
             console.print(f"  step {job.step}, rank {job.rank}: {_progress(job)}", soft_wrap=True)
     for path in found.stale:
