@@ -77,6 +77,7 @@ ENDS = [
 
 @pytest.mark.case(94)
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_whatever_ends_the_script_the_save_is_finished_or_said_to_have_failed(tmp_path):
     jobs = []
     for number, how in enumerate(ENDS):
@@ -85,7 +86,7 @@ def test_whatever_ends_the_script_the_save_is_finished_or_said_to_have_failed(tm
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         jobs.append((root, how, subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment)))
     for root, (background, storage, api, end), process in jobs:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
         assert process.returncode == (1 if end == "raise" else 0), err
         assert ("ZeroDivisionError: the loop failed" in err) == (end == "raise")
         if background == "thread":
@@ -130,6 +131,38 @@ def status_of(pid, timeout_s=20.0):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise AssertionError(f"the child did not end within {timeout_s:g} s")
+
+
+@pytest.mark.case(73)
+def test_a_kill_while_a_step_is_written_leaves_the_step_before_the_newest(tmp_path):
+    state = run()
+    train(state)
+    with ks.Checkpointer(tmp_path, state, background="off") as ckpt:
+        state.progress.step = 10
+        ckpt.save()
+    said, tell = os.pipe()
+
+    def child():
+        gate = Gate("commit", name="step-00000020")
+        with ks.Checkpointer(Watched(tmp_path, gate), state, keep=ks.Keep(last=1)) as again:
+            again.restore()
+            state.progress.step = 20
+            again.save().wait_staged(20)
+            gate.wait_reached()
+            os.write(tell, b"x")
+            gate.stop()
+
+    pid = fork(child)
+    os.close(tell)
+    assert os.read(said, 1) == b"x"
+    assert (latest(tmp_path), steps_in(tmp_path)) == (10, [10])
+    os.kill(pid, signal.SIGKILL)
+    assert status_of(pid) == -signal.SIGKILL
+    os.close(said)
+    assert (latest(tmp_path), steps_in(tmp_path)) == (10, [10])
+    found = restored(tmp_path)
+    assert (found.progress.step, found["log"]) == (10, state["log"])
+    assert not [path for path in tmp_path.glob("step-00000020/**/*") if path.is_file()]
 
 
 @pytest.mark.parametrize("when", ["copying", "writing"])
