@@ -46,7 +46,7 @@ from keepstep.agent.protocol import (
     send_frame,
 )
 from keepstep.errors import AgentError, CheckpointError
-from keepstep.format.failure import Failure, failure_of
+from keepstep.format.failure import Failure
 from keepstep.move.arena import Arena
 from keepstep.storage.base import Closing, Storage
 
@@ -173,10 +173,8 @@ class AgentClient(Background):
         decided: Future[Decided] = Future()
         with self._lock:
             self._decisions[begin.attempt] = decided
-        try:
-            self._ask(begin, Done)
-        except CheckpointError as err:
-            self._hear(Decided(begin.attempt, failure_of(err)))
+        # Nobody waits for the reply: should it be a refusal, that is the decision.
+        self._send(begin).add_done_callback(lambda reply: self._refused(begin.attempt, reply.result()[0]))
         return decided
 
     def submit(self, submit: Submit, place: Place, lent: Lent) -> None:
@@ -208,26 +206,41 @@ class AgentClient(Background):
 
     def _ask_both(self, body: FromTrainer, kind: type[_Answer], timeout_s: float = REPLY_S) -> tuple[_Answer, int]:
         """One request and its reply, with the descriptor that came along."""
-        answer: Future[tuple[Any, int]] = Future()
-        with self._lock:
-            if self._dead:
-                raise AgentError(self._dead)
-            self._numbers += 1
-            number = self._numbers
-            self._replies[number] = answer
         try:
-            with self._sending:
-                send_frame(self._connection, Request(number, body))
-            reply, descriptor = answer.result(timeout_s)
-        except OSError as err:
-            raise AgentError(self._dead or f"the agent (process {self._pid}) is gone: {err}") from err
+            reply, descriptor = self._send(body).result(timeout_s)
         except TimeoutError as err:
-            raise AgentError(f"the agent (process {self._pid}) did not answer within {timeout_s:g} s") from err
+            silent = f"the agent (process {self._pid}) did not answer within {timeout_s:g} s"
+            # It may be stopped, or its machine out of memory: whoever waits for it hears of that, and gets another.
+            self._bury(silent)
+            raise AgentError(silent) from err
         if isinstance(reply, Refused):
             raise reply.failure.error()
         if not isinstance(reply, kind):
             raise AgentError(f"the agent answered {type(reply).__name__} where {kind.__name__} was expected")
         return reply, descriptor
+
+    def _send(self, body: FromTrainer) -> Future[tuple[Any, int]]:
+        """Sends one request. The reply comes by itself; a Refused when the agent is gone."""
+        answer: Future[tuple[Any, int]] = Future()
+        with self._lock:
+            dead = self._dead
+            self._numbers += 1
+            number = self._numbers
+            if not dead:
+                self._replies[number] = answer
+        if dead:
+            answer.set_result((Refused(Failure(AgentError.code, dead)), -1))
+            return answer
+        try:
+            with self._sending:
+                send_frame(self._connection, Request(number, body))
+        except OSError as err:
+            self._bury(f"the agent (process {self._pid}) is gone: {err}")
+        return answer
+
+    def _refused(self, attempt: str, reply: Any) -> None:
+        if isinstance(reply, Refused):
+            self._hear(Decided(attempt, reply.failure))
 
     def _listen(self) -> None:
         try:
@@ -248,7 +261,7 @@ class AgentClient(Background):
     def _bury(self, why: str) -> None:
         """The agent is gone: everybody who waits for it hears of it now."""
         with self._lock:
-            self._dead = why
+            self._dead = self._dead or why
             replies, self._replies = self._replies, {}
             attempts = list(self._decisions)
         self._connection.close()
