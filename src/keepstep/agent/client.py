@@ -264,6 +264,9 @@ class AgentClient(Background):
             self._dead = self._dead or why
             replies, self._replies = self._replies, {}
             attempts = list(self._decisions)
+        with contextlib.suppress(OSError):
+            # Wakes the thread that listens, should it not be the one that says this.
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         for answer in replies.values():
             answer.set_result((Refused(Failure(AgentError.code, why)), -1))
