@@ -237,6 +237,7 @@ def two_runs(folder):
         first = Job(folder / f"first-{number}", 1, owning, root, folder / f"there-{number}")
         wait_until((folder / f"there-{number}").exists)
         if number == 0:
+            wait_until(partial(is_recorded, root, 1))
             before = sorted(path.name for path in root.rglob("*"))
             text, took_s = run_job(folder / "second", 1, refused, root)[0]
             assert str(root) in text
