@@ -33,6 +33,8 @@ __all__ = ["DEADLINE_S", "Phase", "Ranks"]
 DEADLINE_S = 600.0
 GRACE_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.05
+BRIEF_S = 0.005
+"""So long a rank that waits looks as often as it can; then less and less often."""
 LOOK_S = 0.5
 _AGAIN = "again"
 
@@ -303,7 +305,8 @@ class Phase:
             over = bool(here) or self._left_s() <= 0
             if not over and time.monotonic() - looked < LOOK_S:
                 time.sleep(min(pause_s, self._left_s()))
-                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                if time.monotonic() - self._began > BRIEF_S:
+                    pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
                 continue
             looked = time.monotonic()
             here = here or [rank for rank, key in enumerate(keys) if self._store.check([key])]

@@ -121,7 +121,8 @@ class StagedSave:
     def _at_boundary(self, memory: HostMemory, pool: Executor | None) -> None:
         self._staging = "overlap" if pool is None else "block"
         if pool is None and torch.cuda.is_initialized():
-            copies, waiting = cloned_on_device(self.snapshot.locals, self.snapshot.late)
+            with torch.no_grad():
+                copies, waiting = cloned_on_device(self.snapshot.locals, self.snapshot.late)
             self.snapshot = replace(self.snapshot, locals=copies, late=waiting)
         tensors = self.snapshot.locals
         late = frozenset[int]() if pool is not None else self.snapshot.late

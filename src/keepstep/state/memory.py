@@ -38,10 +38,8 @@ def fits(live: torch.Tensor, ref: TensorRef, parameter: torch.Tensor, device: to
 
 def pointer(tensor: torch.Tensor) -> int:
     """Where the tensor's local memory begins; -1 for one without memory."""
-    local: Any = tensor
-    if is_dtensor(tensor):
-        with torch.no_grad():
-            local = local.to_local()
+    # (to_local is a function of autograd, and many times slower.)
+    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     try:
         return int(local.data_ptr())
     except (RuntimeError, ValueError):

@@ -56,7 +56,8 @@ def clean_names(module: nn.Module, names: list[str]) -> dict[str, str]:
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """The module's state_dict under clean names; tensors are the live ones, extra state is whatever the module gives."""
-    state = module.state_dict()
+    # The parameters themselves: to detach each of them costs more than everything else that is done here.
+    state = module.state_dict(keep_vars=True)
     names = clean_names(module, list(state))
     return {names[name]: value for name, value in state.items()}
 
