@@ -251,7 +251,9 @@ def _idle_rows(context: Context, what: str, trainer: Trainer) -> list[Result]:
     seconds = play(context, entries)
     if ours:
         ours.close()
-        context.alone(lambda: remove(root))
+        # Not before everybody has read what is in it.
+    context.barrier()
+    context.alone(lambda: remove(root))
     limit = seconds[raw.name]
     size = sum(context.gather(trainer.state_bytes)) / MIB  # type: ignore[arg-type]
     name = f"{what}, idle: {raw.name}, {size:.0f} MiB ({raw.writing})"
@@ -345,6 +347,8 @@ def _loop_with(trainer: Trainer, each: AsyncContestant, *, saves: int, every: in
         each.close()
         if isinstance(each, KeepstepAsync):
             loop = replace(loop, stalls=[record["stall_s"] for record in each.records()])
+    # Not before everybody has read what is in it.
+    context.barrier()
     context.alone(lambda: remove(root))
     return loop
 

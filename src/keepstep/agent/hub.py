@@ -219,7 +219,9 @@ class Hub:
         heads = submit.write.heads
         bases, _ = bases_of([head.data_bytes for head in heads])
         origin = Origin(submit.attempt, submit.write.step, submit.rank)
-        with contextlib.closing(ShardWriter(place.step, heads, origin=origin, arena=arena)) as writer:
+        with contextlib.closing(
+            ShardWriter(place.step, heads, origin=origin, arena=arena, digests=submit.write.digests)
+        ) as writer:
             for file, (head, base) in enumerate(zip(heads, bases, strict=True)):
                 for offset in range(0, head.data_bytes, CHUNK_BYTES):
                     length = min(CHUNK_BYTES, head.data_bytes - offset)

@@ -90,7 +90,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 class WriteOrder(msgspec.Struct, frozen=True):
     """What to write: the heads of the files, whose data lie in an arena one after another, and where to.
 
-    ``root`` and ``folder`` name the step's storage for an agent that has to open it by itself.
+    ``root`` and ``folder`` name the step's storage for an agent that has to open it by itself. ``digests`` are those of the
+    blocks, where they were made during the copy.
     """
 
     heads: tuple[FileHead, ...]
@@ -98,6 +99,7 @@ class WriteOrder(msgspec.Struct, frozen=True):
     arena: int = -1
     root: str = ""
     folder: str = ""
+    digests: tuple[bytes, ...] = ()
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -49,6 +49,7 @@ from keepstep.agent.protocol import (
 )
 from keepstep.errors import AgentError, CheckpointError, StagingError, UsageError
 from keepstep.format.failure import failure_of
+from keepstep.format.shardfile import block_size
 from keepstep.move.arena import Arena, bases_of, check_budget, shared_memory
 from keepstep.storage.base import Subfolder
 from keepstep.storage.local import LocalStorage
@@ -276,6 +277,9 @@ class Agent:
         sizes = [head.data_bytes for head in submit.write.heads]
         if min(sizes, default=0) < 0 or bases_of(sizes)[1] > shared.arena.size_bytes:
             raise UsageError(f"files of {sizes} bytes are not in an arena of {shared.arena.size_bytes:,} bytes")
+        given = [len(each) for each in submit.write.digests]
+        if given and given != [8 * -(-size // block_size(size)) for size in sizes]:
+            raise UsageError(f"digests of {given} bytes are not those of files of {sizes} bytes")
         root = LocalStorage(submit.write.root)
         place = Place(Subfolder(root, submit.write.folder) if submit.write.folder else root, root)
         self._hub.submit(submit, place, shared.arena)

@@ -77,6 +77,7 @@ class StagedSave:
     _lent: Lent | None = None
     _staging: str = "overlap"
     _replicas: list[tuple[str, str, int]] = field(default_factory=list)
+    _digests: tuple[bytes, ...] = ()
     _seals: dict[int, tuple[int, int]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
 
@@ -179,7 +180,7 @@ class StagedSave:
         began = time.perf_counter()
         tensors, late = self.snapshot.locals, self.snapshot.late
         with torch.no_grad(), side_streams(stager.marks):
-            stager.copy(late)
+            self._digests = stager.copy_sealed(late)
             if self.desk.world > 1:
                 stored = self.agreed.plan.stored
                 self._replicas += each_replica(self.snapshot, stored, self.desk.rank, late=True)
@@ -251,6 +252,7 @@ class StagedSave:
             self._lent.number,
             self.storage.url if root is None else root.url,
             "" if root is None else step_name(attempt.step),
+            self._digests,
         )
         order = order_of(self.snapshot, agreed, attempt, desk.world) if desk.rank == 0 else None
         submit = Submit(agreed.save_id, desk.rank, write, times, replicas, order, desk.background.kind, self._staging)

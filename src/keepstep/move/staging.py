@@ -18,6 +18,7 @@ import torch
 
 from keepstep.format.shardfile import PAGE_BYTES
 from keepstep.move.arena import CHUNK_BYTES, Arena, bases_of
+from keepstep.move.seals import Seals
 from keepstep.move.writer import Chunk
 from keepstep.plan.save_plan import FilePlan, Slot
 from keepstep.timeline import Timeline
@@ -35,6 +36,8 @@ __all__ = [
 
 GROUP_BYTES = 1 << 24
 """A tensor that is not contiguous is made so in groups of rows of about this size."""
+SEALED_BYTES = 1 << 20
+"""So much is copied, and then hashed while it is in the cache."""
 SHARE_BYTES = 1 << 23
 """With several threads a tensor is copied in shares of at most this size."""
 CLONED_BYTES = 1 << 26
@@ -98,7 +101,8 @@ class Stager:
         self._arena = memory.arena
         self._lanes = _DeviceLanes(memory, marks)
         self.marks = marks
-        bases, self.size_bytes = bases_of([plan.data_bytes for plan in plans])
+        self._sizes = [plan.data_bytes for plan in plans]
+        bases, self.size_bytes = bases_of(self._sizes)
         self._slots = [(base, slot) for base, plan in zip(bases, plans, strict=True) for slot in plan.slots]
         for base, plan in zip(bases, plans, strict=True):
             end = base + plan.data_bytes
@@ -111,6 +115,23 @@ class Stager:
         """
         direct, odd = self._sorted(chosen, others_than)
         return _copied(direct) + _copied(self._runs_of(odd))
+
+    def copy_sealed(self, chosen: Iterable[int]) -> tuple[bytes, ...]:
+        """Copies the slots of the chosen tensors when all others are in place, and makes the digests of all files.
+
+        Returns them, see ``Seals``; none when some tensors are odd or on a device: then whoever writes makes them.
+        """
+        direct, odd = self._sorted(chosen, frozenset())
+        if odd:
+            self.copy(chosen)
+            return ()
+        seals, start = Seals(self._arena, self._sizes), self._arena.address
+        for target, source, size, _ in direct:
+            for done in range(0, size, SEALED_BYTES):
+                step = min(SEALED_BYTES, size - done)
+                ctypes.memmove(target + done, source + done, step)
+                seals.advance(target + done + step - start)
+        return seals.finish()
 
     def copy_on(self, pool: Executor, threads: int) -> int:
         """Copies everything, on this thread and on ``threads - 1`` of a pool, each an equal share of the bytes."""

@@ -50,11 +50,21 @@ class Origin(msgspec.Struct, frozen=True):
 class ShardWriter:
     """Writes the files of one rank in one save. ``close`` without ``finish`` before it leaves nothing behind.
 
+    ``digests`` are those of all blocks of each file, where they are made already; else they are made here.
+
     Raises:
         StorageError: a file cannot be created; from ``submit`` and ``finish``, the first write that failed.
     """
 
-    def __init__(self, storage: Storage, heads: tuple[FileHead, ...], *, origin: Origin, arena: Arena) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        heads: tuple[FileHead, ...],
+        *,
+        origin: Origin,
+        arena: Arena,
+        digests: tuple[bytes, ...] = (),
+    ) -> None:
         self._arena = arena
         self._heads = heads
         self._origin = origin
@@ -63,7 +73,8 @@ class ShardWriter:
         self._chunks: queue.Queue[tuple[Chunk, memoryview] | None] = queue.Queue()
         self._threads: list[threading.Thread] = []
         self._blocks = [block_size(head.data_bytes) for head in heads]
-        self._digests = [
+        self._sealed = bool(digests)
+        self._digests = [np.frombuffer(each, "<u8") for each in digests] or [
             np.zeros(-(-head.data_bytes // block), np.uint64) for head, block in zip(heads, self._blocks, strict=True)
         ]
         try:
@@ -82,8 +93,9 @@ class ShardWriter:
         # The tail of the last chunk is zero up to a page, so that it too can be written directly; commit cuts it off.
         data = self._arena.memory[chunk.at : chunk.at + -(-chunk.length // PAGE_BYTES) * PAGE_BYTES]
         digests, block = self._digests[chunk.file], self._blocks[chunk.file]
-        for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
-            digests[index] = digest(data[at : min(at + block, chunk.length)])
+        if not self._sealed:
+            for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
+                digests[index] = digest(data[at : min(at + block, chunk.length)])
         self._chunks.put((chunk, data))
         if len(self._threads) < WRITER_THREADS:
             # Daemons: a write that never returns must not keep the interpreter from ending, as those of a pool would.
