@@ -32,7 +32,7 @@ def warm(folder):
 
 def save_first(rank, root):
     state = made(rank, dist.get_world_size() if dist.is_initialized() else 1, 1)
-    with ks.Checkpointer(root, state) as checkpointer:
+    with ks.Checkpointer(root, state, background="off") as checkpointer:
         checkpointer.save()
 
 
@@ -69,7 +69,7 @@ def killed_again_and_again(folder, seed):
             assert step >= max(history, default=0)
             history.append(step)
         elif root.exists():
-            with pytest.raises(StepNotFoundError), ks.Checkpointer(root, made(0, 1)) as checkpointer:
+            with pytest.raises(StepNotFoundError), ks.Checkpointer(root, made(0, 1), background="off") as checkpointer:
                 if checkpointer.restore().fresh:
                     raise StepNotFoundError("nothing was there at all")
     last = run_job(folder / "last", 2, train, str(root), str(notes), 2)
@@ -92,7 +92,7 @@ def test_killed_at_random_instants(rank_pool, tmp_path):
 def save_next(rank, root, victim, at):
     """Restores step 1, saves step 2 and keeps no other; the victim dies ahead of its ``at``-th change."""
     state = made(rank, dist.get_world_size())
-    with ks.Checkpointer(root, state, keep=ks.Keep(last=1), deadline_s=1.0) as checkpointer:
+    with ks.Checkpointer(root, state, keep=ks.Keep(last=1), deadline_s=1.0, background="off") as checkpointer:
         checkpointer.restore()
         advanced(state, 2)
         fuse = Fuse(at).arm() if rank == victim else Fuse(0)
@@ -190,16 +190,18 @@ def overwriting_fails(rank, root):
     """Each of the eight shard writes fails in turn."""
     told = []
     storage = Watched(root)
-    with ks.Checkpointer(storage, four(rank, 1.0), deadline_s=20) as checkpointer:
+    with ks.Checkpointer(storage, four(rank, 1.0), deadline_s=20, background="off") as checkpointer:
         checkpointer.save()
     for victim in (0, 1):
         for name in COMPONENTS:
-            with ks.Checkpointer(storage, four(rank, 2.0), overwrite=True, deadline_s=20) as checkpointer:
+            with ks.Checkpointer(
+                storage, four(rank, 2.0), overwrite=True, deadline_s=20, background="off"
+            ) as checkpointer:
                 storage.before = failing("commit", name=f"/{name}/") if rank == victim else None
                 told.append((victim, name, attempt(checkpointer.save)))
                 storage.before = None
             left = four(rank, 0.0)
-            with ks.Checkpointer(root, left, deadline_s=20) as checkpointer:
+            with ks.Checkpointer(root, left, deadline_s=20, background="off") as checkpointer:
                 assert checkpointer.restore().step == 7
             assert all(torch.all(left[part]["w"].local == 1.0) for part in COMPONENTS), (victim, name)
             dist.barrier()
@@ -223,7 +225,7 @@ def no_space(rank, root):
     world = dist.get_world_size()
     storage = Watched(root)
     state = made(rank, world, 1)
-    with ks.Checkpointer(storage, state, keep=ks.Keep(last=1), deadline_s=20) as checkpointer:
+    with ks.Checkpointer(storage, state, keep=ks.Keep(last=1), deadline_s=20, background="off") as checkpointer:
         checkpointer.save()
         outcomes = []
         for step in (2, 3):
@@ -273,7 +275,7 @@ def die_half_way(rank, root):
             signal.raise_signal(signal.SIGKILL)
 
     state = made(rank, dist.get_world_size())
-    with ks.Checkpointer(Watched(root, die), state, deadline_s=5) as checkpointer:
+    with ks.Checkpointer(Watched(root, die), state, deadline_s=5, background="off") as checkpointer:
         checkpointer.restore()
         advanced(state, 2)
         checkpointer.save()

@@ -61,7 +61,7 @@ def whole(state):
 def newest(root):
     """What one process restores from a root, proved whole; also proves that the start cleaned up."""
     state = made(0, 1)
-    with ks.Checkpointer(root, state) as checkpointer:
+    with ks.Checkpointer(root, state, background="off") as checkpointer:
         report = checkpointer.restore()
     assert whole(state) == report.step
     assert report.skipped == ()
@@ -79,7 +79,9 @@ def train(rank, root, notes, steps):
     world = dist.get_world_size()
     state = made(rank, world)
     note = Path(notes) / f"committed-{rank}"
-    with ks.Checkpointer(root, state, every=ks.Every(steps=1), keep=ks.Keep(last=2), deadline_s=1.5) as checkpointer:
+    with ks.Checkpointer(
+        root, state, every=ks.Every(steps=1), keep=ks.Keep(last=2), deadline_s=1.5, background="off"
+    ) as checkpointer:
         report = checkpointer.restore(allow_fresh=not note.exists())
         if not report.fresh:
             whole(state)

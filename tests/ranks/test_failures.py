@@ -60,7 +60,7 @@ def everywhere_and_at_every_phase(rank, folder):
     root = Watched(folder)
     state = training_state(rank)
     told = {}
-    with ks.Checkpointer(root, state, deadline_s=20) as checkpointer:
+    with ks.Checkpointer(root, state, deadline_s=20, background="off") as checkpointer:
         state.progress.step = 1
         checkpointer.save()
         good = 1
@@ -115,7 +115,7 @@ def cleaning_fails(rank, folder):
     """A save fails and its leftovers cannot be removed: the next save still works, on all ranks."""
     root = Watched(folder)
     state = training_state(rank)
-    with ks.Checkpointer(root, state, deadline_s=20) as checkpointer:
+    with ks.Checkpointer(root, state, deadline_s=20, background="off") as checkpointer:
         state.progress.step = 1
         root.before = failing("write") if rank == 1 else failing("delete", times=1000)
         failed = attempt(checkpointer.save)
@@ -295,7 +295,7 @@ def test_ranks_with_other_places_or_steps_are_told(rank_pool, tmp_path):
 
 def other_calls(rank, folder):
     state = training_state(rank)
-    with ks.Checkpointer(folder, state, deadline_s=10) as checkpointer:
+    with ks.Checkpointer(folder, state, deadline_s=10, background="off") as checkpointer:
         state.progress.step = 1
         checkpointer.save()
         state.progress.step = 2 + (rank == 1)

@@ -148,8 +148,13 @@ class AgentClient(Background):
 
     @property
     def alive(self) -> bool:
-        """See Background."""
-        return not self._dead
+        """See Background. Asks the kernel too: whoever listens may not have been told yet."""
+        try:
+            return not self._dead and self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     @property
     def pid(self) -> int:
