@@ -46,12 +46,12 @@ def kill_agent(root: Path | str) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not just waiting to be reaped; one whose threads still end holds its sockets."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
-    return state != "Z"
 
 
 def wait_until(holds, timeout_s: float = 20.0, what: str = "the condition") -> None:
