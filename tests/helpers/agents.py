@@ -49,7 +49,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process exists and is not just waiting to be reaped; one whose threads still end holds its sockets."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+        return state != "Z" or len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
     except OSError:
         return False
 
