@@ -336,7 +336,7 @@ class Checkpointer(Closing):
         """Looks at what has ended since the last boundary."""
         for pending, error in self._history.ended():
             if error is not None:
-                self._failed_step, pending.logged = pending.step, True
+                self._failed_step, pending.logged = -1 if pending.may_appear else pending.step, True
                 if self._ranks.leads:
                     _log.warning("the save of step %d failed, training goes on: %s", pending.step, error)
 

@@ -7,6 +7,7 @@ hint ``latest`` moves after it, and old steps go after that.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ __all__ = [
 LATEST_NAME = "latest"
 RUN_NAME = "run.json"
 INCARNATIONS = "incarnations"
+OVERTAKEN_S = 0.5
+"""A manifest that took longer than this to be put in place is looked after: deadlines are a second or more."""
 
 
 def collect_receipts(receipts: list[Receipt], manifest: Manifest) -> Manifest:
@@ -98,16 +101,35 @@ def commit_step(
     if run is not None and newest_incarnation(run) > manifest.lineage.incarnation:
         # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
         raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
-    data = pack_manifest(manifest)
+    data, began = pack_manifest(manifest), time.monotonic()
     if replace:
         # Readers see the old step or the new one, whole.
         storage.put(MANIFEST_NAME, data)
     elif not storage.put_new(MANIFEST_NAME, data):
         raise StepExistsError(f"{storage.url} is already committed; it was left as it is")
+    if time.monotonic() - began > OVERTAKEN_S:
+        _check_not_overtaken(storage, manifest)
     if leftovers:
         # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
         storage.delete(leftovers)
     return manifest, f"{digest(data):016x}"
+
+
+def _check_not_overtaken(storage: Storage, manifest: Manifest) -> None:
+    """After a storage that took long: whoever gave this attempt up meanwhile may have removed its files.
+
+    Raises:
+        CorruptError: some are gone; the manifest has gone after them, so the step does not exist.
+    """
+    there = {name for name, _ in storage.list("")}
+    names = [manifest.file_name(folder, record.rank) for folder, each in manifest.files.items() for record in each]
+    lost = [name for name in names if name not in there]
+    if lost:
+        storage.delete([MANIFEST_NAME])
+        raise CorruptError(
+            f"step {manifest.step} was not committed: the storage took so long that the attempt was given up, and"
+            f" {len(lost)} of its files were removed"
+        )
 
 
 def point_latest(storage: Storage, manifest: Manifest, manifest_digest: str) -> None:
