@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -365,7 +366,8 @@ def test_a_rank_that_dies_before_or_after_staged(rank_pool, tmp_path):
         assert steps == [1], at
         if background == "thread" and dying == 0:
             assert outcome.kind == "AgentError", at
-            assert "the coordinator's agent is gone" in outcome.text, at
+            # Noticed by whoever listens, or by whoever sends: whichever comes first.
+            assert re.search("the coordinator.s agent (is gone|cannot be reached)", outcome.text), at
         else:
             assert outcome.kind == "RankFailedError", at
             assert set(outcome.failures) == {dying}, at

@@ -45,7 +45,7 @@ from keepstep.agent.protocol import (
     recv_frame,
     send_frame,
 )
-from keepstep.errors import AgentError, CheckpointError
+from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError
 from keepstep.format.failure import Failure
 from keepstep.move.arena import Arena
 from keepstep.storage.base import Closing, Storage
@@ -216,7 +216,7 @@ class AgentClient(Background):
         except TimeoutError as err:
             silent = f"the agent (process {self._pid}) did not answer within {timeout_s:g} s"
             # It may be stopped, or its machine out of memory: whoever waits for it hears of that, and gets another.
-            self._bury(silent)
+            self._bury(silent, CommitTimeoutError.code)
             raise AgentError(silent) from err
         if isinstance(reply, Refused):
             raise reply.failure.error()
@@ -263,8 +263,8 @@ class AgentClient(Background):
         except EOFError as gone:
             self._bury(f"the agent (process {self._pid}) died or was stopped: {gone}")
 
-    def _bury(self, why: str) -> None:
-        """The agent is gone: everybody who waits for it hears of it now."""
+    def _bury(self, why: str, code: str = AgentError.code) -> None:
+        """The agent is gone: everybody who waits for it hears of it now. One that is only silent may still commit."""
         with self._lock:
             self._dead = self._dead or why
             replies, self._replies = self._replies, {}
@@ -277,7 +277,7 @@ class AgentClient(Background):
             answer.set_result((Refused(Failure(AgentError.code, why)), -1))
         text = f"{why}. Whether the step was committed is not known here; only committed steps exist"
         for attempt in attempts:
-            self._hear(Decided(attempt, Failure(AgentError.code, text)))
+            self._hear(Decided(attempt, Failure(code, text)))
 
     def _hear(self, decided: Decided) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError
+from keepstep.errors import CheckpointError, CommitTimeoutError
 
 if TYPE_CHECKING:
     from keepstep.checkpointer.saving import Saved
@@ -50,7 +50,7 @@ class Pending:
     def may_appear(self) -> bool:
         """Whether a save that failed may still be committed by whoever hangs: then nothing of it may be tidied up."""
         error = self.committed.exception() if self.committed.done() else None
-        return isinstance(error, CommitTimeoutError | AgentError)
+        return isinstance(error, CommitTimeoutError)
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Waits until nothing live is read any more. Not collective.
