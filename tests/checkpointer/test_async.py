@@ -640,3 +640,41 @@ def test_twenty_saves_do_not_need_more_memory_than_three(background, tmp_path):
     for sizes in filter(None, (ours, agents)):
         assert max(sizes[3:]) < 1.2 * sizes[2], [size // 1_000_000 for size in sizes]
     shutil.rmtree(tmp_path)
+
+
+# --- shards in several boxes, and states of which little is known at the start -------------------------------------
+
+
+class Shaped(torch.Tensor):
+    """A local tensor that says by attributes which boxes of a global tensor it holds."""
+
+
+@pytest.mark.parametrize("background", BOTH)
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_every_box_of_a_shard_gets_its_own_bytes(background, staging, place):
+    shard = torch.arange(12.0).reshape(6, 2).as_subclass(Shaped)
+    shard.global_shape = torch.Size((6, 2))
+    shard.global_offsets = [(4, 0), (0, 0), (2, 0)]
+    shard.local_offsets = [(0, 0), (2, 0), (4, 0)]
+    shard.local_sizes = [(2, 2)] * 3
+    saved = ks.async_save(place("boxes"), {"shard": shard}, staging=staging, background=background).wait_committed(30)
+    with ks.open(saved.url) as checkpoint:
+        found = checkpoint["shard"]
+    assert found.tolist() == [[4, 5], [6, 7], [8, 9], [10, 11], [0, 1], [2, 3]]
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer with state that belongs to no parameter, and is not a dictionary."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.state["moments"] = [torch.zeros(3), torch.ones(2)]
+
+
+def test_an_arena_for_a_state_that_is_not_known_yet_is_only_guessed(tmp_path):
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    state = ks.TrainState(model=lazy, optimizer=Odd(nn.Linear(2, 2).parameters()))
+    with ks.Checkpointer(tmp_path, state, every=ks.Every(steps=1), background="thread") as ckpt:
+        lazy(torch.ones(1, 4))
+        ckpt.step().wait_committed(30)
+    assert steps_in(tmp_path) == [1]

@@ -29,7 +29,6 @@ from keepstep.agent.protocol import (
     Abort,
     ArenaGiven,
     Begin,
-    Decided,
     Done,
     Drain,
     Hello,
@@ -195,7 +194,7 @@ class Agent:
             case Begin():
                 trainer.parts[body.attempt] = body
                 decided = self._hub.begin(body, LocalStorage(body.root) if body.root else None)
-                decided.add_done_callback(lambda done: self._tell(trainer, done.result()))
+                decided.add_done_callback(lambda done: trainer.send(0, done.result()))
                 return Done()
             case Submit():
                 self._submit(trainer, body)
@@ -286,9 +285,6 @@ class Agent:
         # From here on the trainer may die.
         del trainer.parts[submit.attempt]
         trainer.busy[shared.number] = submit.attempt
-
-    def _tell(self, trainer: _Trainer, decided: Decided) -> None:
-        trainer.send(0, decided)
 
     def _gone(self, trainer: _Trainer, why: str) -> None:
         """A trainer has left or died: what it had begun fails, what it had submitted goes on."""

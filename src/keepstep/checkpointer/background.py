@@ -30,7 +30,7 @@ from keepstep.agent.protocol import Join
 from keepstep.checkpointer.agree import Attempt, KnownPlan, agree
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.saving import no_collection
-from keepstep.checkpointer.slots import Slot
+from keepstep.checkpointer.slots import ArenaSlot
 from keepstep.checkpointer.staged import COPY_THREADS, Desk, StagedSave
 from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, UsageError
 from keepstep.format.layout import fingerprint
@@ -38,7 +38,7 @@ from keepstep.plan.save_plan import assign_writers, rank_files
 from keepstep.ranks import Ranks
 from keepstep.state.capture import capture
 from keepstep.state.recall import Recall
-from keepstep.state.size import expected_bytes
+from keepstep.state.size import guessed_bytes
 from keepstep.storage.base import Closing, Storage
 from keepstep.storage.local import LocalStorage
 from keepstep.timeline import Timeline
@@ -96,7 +96,7 @@ class BackgroundSaves(Closing):
         self._root = root
         self._manner = manner
         self._deadline_s = deadline_s
-        self._slots = [Slot() for _ in range(manner.arenas)]
+        self._slots = [ArenaSlot() for _ in range(manner.arenas)]
         self._at_work: Background | None = None
         self._warm = False
         self._skipped = 0
@@ -147,10 +147,10 @@ class BackgroundSaves(Closing):
 
     def warm_up(self, state: Mapping[str, Any]) -> None:
         """Has the arenas made ready while training goes on. Not collective; failing only makes the first save slower."""
-        size, background = expected_bytes(state, self._ranks.world), self._working()
+        size, background = guessed_bytes(state, self._ranks.world), self._working()
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
-        def warm(slot: Slot) -> None:
+        def warm(slot: ArenaSlot) -> None:
             try:
                 slot.fit(background, size, self._manner.memory_budget_bytes or 0)
                 if device is not None and slot.memory is not None:
@@ -318,7 +318,7 @@ class BackgroundSaves(Closing):
         else:
             self._at_work = InProcess()
 
-    def _free_slot(self) -> Slot | None:
+    def _free_slot(self) -> ArenaSlot | None:
         """An arena that may be filled; None when all are busy and busy means skip."""
         for slot in self._slots:
             if slot.free:
@@ -348,7 +348,7 @@ def is_plain(storage: Storage) -> bool:
     return type(storage) is LocalStorage
 
 
-def _warmed(slot: Slot) -> Slot:
+def _warmed(slot: ArenaSlot) -> ArenaSlot:
     if slot.warming is not None:
         slot.warming.join()
     return slot

@@ -65,8 +65,8 @@ class Checkpointer(Closing):
         keep: which steps stay after a save.
         overwrite: whether a run that did not restore may replace steps that are there already.
         deadline_s: how long a rank waits for the others, and how long a save may take, in seconds.
-        staging: ``"overlap"`` copies large tensors while training goes on, until the next optimizer step; ``"block"`` copies
-            everything before ``step`` returns.
+        staging: ``"overlap"`` copies weights and moments while training goes on, until the next optimizer step; ``"block"``
+            copies everything before ``step`` returns.
         background: ``"agent"``, ``"thread"`` (in the trainer's process, with which it ends), ``"off"`` (a save is durable
             when ``step`` returns, and raises what goes wrong); None for an agent wherever one can run.
         arenas: how many saves may be in progress at once, 1 or 2; each needs memory as large as what a rank writes.

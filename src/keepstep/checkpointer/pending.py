@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -126,6 +127,6 @@ def _at_exit() -> None:
 
 
 # Before the interpreter stops threads: a save in this process still needs some.
-getattr(threading, "_register_atexit", __import__("atexit").register)(_at_exit)
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 # A forked child, such as a data loader's worker, has no saves of its own to wait for.
 os.register_at_fork(after_in_child=SAVES.clear)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from keepstep.agent.client import Background, Lent
 from keepstep.checkpointer.pending import Pending
 from keepstep.move.arena import whole_chunks
-from keepstep.move.staging import HostMemory
+from keepstep.move.device import HostMemory
 from keepstep.state.size import SLACK_BYTES
 
-__all__ = ["Slot"]
+__all__ = ["ArenaSlot"]
 
 
 @dataclass(slots=True)
-class Slot:
+class ArenaSlot:
     """An arena and what it is busy with."""
 
     lent: Lent | None = None

@@ -1,8 +1,8 @@
 """One rank's part of one save in the background, from the boundary to the moment when the agent has it.
 
-At the boundary, on the training thread, everything small is copied, or with ``staging="block"`` everything. The rest is
-copied on a thread of its own, and the fence holds training back until that is done. Then the part is submitted, and only
-when the agent has taken it is ``staged`` done: from there on the trainer may die.
+At the boundary, on the training thread, all is copied that no fence guards, or with ``staging="block"`` everything. The
+rest is copied on a thread of its own, and the fence holds training back until that is done. Then the part is submitted, and
+only when the agent has taken it is ``staged`` done: from there on the trainer may die.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from keepstep.checkpointer.agree import Agreement, Attempt
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.replicas import content, each_replica
 from keepstep.checkpointer.saving import Saved, order_of, planned_files
-from keepstep.checkpointer.slots import Slot
+from keepstep.checkpointer.slots import ArenaSlot
 from keepstep.commit.records import RankTimes, Span
 from keepstep.errors import StagingError
 from keepstep.format.failure import failure_of
 from keepstep.format.manifest import step_name
 from keepstep.format.shardfile import digest, pack_header
 from keepstep.move.arena import bases_of
-from keepstep.move.staging import Extras, HostMemory, Stager, cloned_on_device, compute_marks, side_streams
+from keepstep.move.device import HostMemory, cloned_on_device, compute_marks, side_streams
+from keepstep.move.staging import Extras, Stager
 from keepstep.move.writer import FileHead
 from keepstep.plan.save_plan import FilePlan
 from keepstep.state.capture import Snapshot
@@ -78,7 +79,7 @@ class StagedSave:
     _staging: str = "overlap"
     _replicas: list[tuple[str, str, int]] = field(default_factory=list)
     _digests: tuple[bytes, ...] = ()
-    _seals: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _versions: dict[int, tuple[int, int]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
 
     def begin(self) -> Pending:
@@ -103,7 +104,7 @@ class StagedSave:
         decided.add_done_callback(lambda done: _settle(pending, done.result(), agreed.save_id, seconds))
         return pending
 
-    def stage(self, slot: Slot, budget_bytes: int, copier: Executor, pool: Executor | None) -> Future[None] | None:
+    def stage(self, slot: ArenaSlot, budget_bytes: int, copier: Executor, pool: Executor | None) -> Future[None] | None:
         """Copies what cannot wait, on this thread, the training thread; leaves the rest to the copier and returns its end.
 
         With a pool everything is copied at once, on its threads. A part that cannot be staged is given up: every rank's
@@ -129,7 +130,7 @@ class StagedSave:
         late = frozenset[int]() if pool is not None else self.snapshot.late
         if late:
             self._hold = raise_hold()
-            self._seals = {index: self._seal(tensors[index][0]) for index in late}
+            self._versions = {index: self._version(tensors[index][0]) for index in late}
         at = 0.0
         for name in ("wait", "capture", "plan"):
             # One after another, as they were; what lies between them is not worth a clock of its own.
@@ -152,7 +153,7 @@ class StagedSave:
     def _finish(self) -> None:
         """Copies the rest, opens the fence, and hands the part to the background. On a thread of its own; never raises."""
         try:
-            if self._stager is not None and self._seals:
+            if self._stager is not None and self._versions:
                 self._copy_late(self._stager)
             staged_s = time.perf_counter() - self.began
             waited_s = self._let_go()
@@ -185,7 +186,7 @@ class StagedSave:
                 stored = self.agreed.plan.stored
                 self._replicas += each_replica(self.snapshot, stored, self.desk.rank, late=True)
             stager.finish()
-            changed = [index for index in late if self._seal(tensors[index][0]) != self._seals[index]]
+            changed = [index for index in late if self._version(tensors[index][0]) != self._versions[index]]
         self._span("copy", "stage", began)
         if changed:
             step = self.attempt.step
@@ -198,7 +199,7 @@ class StagedSave:
                 " are untouched"
             )
 
-    def _seal(self, local: torch.Tensor) -> tuple[int, int]:
+    def _version(self, local: torch.Tensor) -> tuple[int, int]:
         """What shows that a tensor was changed: the count of its in-place changes, and its digest where that is wanted."""
         try:
             version = int(local._version)

@@ -1,7 +1,8 @@
 """The fence: before anything is changed in place, wait until a save in progress has copied it.
 
-Large tensors are copied while the next forward and backward pass run. Every ``torch.optim`` optimizer calls the fence by
-itself before its step, whichever objects a save is about; loops that change tensors by hand call ``TrainState.fence``.
+What an optimizer's step changes is copied while the next forward and backward pass run. Every ``torch.optim`` optimizer
+calls the fence by itself before its step, whichever objects a save is about; loops that change tensors by hand call
+``TrainState.fence``.
 """
 
 from __future__ import annotations

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from keepstep.state.marks import Sharded
 from keepstep.state.shard import is_dtensor
 
-__all__ = ["SLACK_BYTES", "expected_bytes"]
+__all__ = ["SLACK_BYTES", "guessed_bytes"]
 
 SLACK_BYTES = 1 << 20
 
 
-def expected_bytes(state: Mapping[str, Any], world: int) -> int:
+def guessed_bytes(state: Mapping[str, Any], world: int) -> int:
     """About how many bytes this rank will write. An optimizer that has not stepped yet counts as if it had.
 
     What every rank holds alike is written once, so it is counted by its share.
@@ -40,8 +41,7 @@ def _bytes_of(value: Any, seen: set[int], world: int) -> float:
         return sum(_bytes_of(tensor, seen, world) for tensor in tensors)
     if isinstance(value, torch.optim.Optimizer):
         if value.state:
-            parts = [item for state in value.state.values() for item in state.values()] if value.state else []
-            return sum(_bytes_of(item, seen, world) for item in parts if isinstance(item, torch.Tensor))
+            return _bytes_of(value.state, seen, world)
         copies = 2 if "betas" in value.defaults else 1 if value.defaults.get("momentum") else 0
         return copies * sum(_tensor_bytes(p, world) for group in value.param_groups for p in group["params"])
     if isinstance(value, Mapping):
@@ -52,6 +52,9 @@ def _bytes_of(value: Any, seen: set[int], world: int) -> float:
 
 
 def _tensor_bytes(tensor: torch.Tensor, world: int) -> float:
+    if is_lazy(tensor):
+        # Without a shape until its module runs.
+        return 0.0
     if not is_dtensor(tensor):
         return math.prod(tensor.shape) * tensor.element_size() / world
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
