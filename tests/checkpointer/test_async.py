@@ -678,3 +678,29 @@ def test_an_arena_for_a_state_that_is_not_known_yet_is_only_guessed(tmp_path):
         lazy(torch.ones(1, 4))
         ckpt.step().wait_committed(30)
     assert steps_in(tmp_path) == [1]
+
+
+class Later:
+    """A part of a state that cannot be asked yet."""
+
+    ready = False
+
+    def state_dict(self):
+        if not self.ready:
+            raise RuntimeError("not yet")
+        return {"ready": True}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_nobody_is_asked_in_vain_before_a_save_is_due(tmp_path):
+    later = Later()
+    state = ks.TrainState(later=later)
+    with ks.Checkpointer(tmp_path, state, every=ks.Every(steps=2), background="thread") as ckpt:
+        assert ckpt.step() is None
+        with pytest.raises(RuntimeError, match="not yet"):
+            ckpt.step()
+        later.ready = True
+        ckpt.save().wait_committed(30)
+    assert steps_in(tmp_path) == [2]

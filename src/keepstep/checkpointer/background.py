@@ -147,7 +147,10 @@ class BackgroundSaves(Closing):
 
     def warm_up(self, state: Mapping[str, Any]) -> None:
         """Has the arenas made ready while training goes on. Not collective; failing only makes the first save slower."""
-        size, background = guessed_bytes(state, self._ranks.world), self._working()
+        background = self._at_work
+        if background is None or not background.alive:
+            return
+        size = guessed_bytes(state, self._ranks.world)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
         def warm(slot: ArenaSlot) -> None:
@@ -181,11 +184,12 @@ class BackgroundSaves(Closing):
         timeline, began = Timeline(), time.perf_counter()
         with timeline.span("wait"):
             slot = self._free_slot()
-            background = self._working()
-        ready = msgspec.structs.replace(attempt.ready, busy=slot is None, agent=background.name)
-        attempt = replace(attempt, ready=ready)
         with no_collection():
             with self._ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
+                # Within the phase, so that a rank that cannot start an agent tells the others.
+                background = self._working()
+                ready = msgspec.structs.replace(attempt.ready, busy=slot is None, agent=background.name)
+                attempt = replace(attempt, ready=ready)
                 with timeline.span("capture"):
                     if attempt.step < 0:
                         raise UsageError(f"step {attempt.step} is negative")
@@ -262,8 +266,8 @@ class BackgroundSaves(Closing):
         """The plan of a save as it would be now, if all ranks see what this one sees."""
         rank, world = self._ranks.rank, self._ranks.world
         self._copier.submit(int).result()
-        with no_collection(), contextlib.suppress(CheckpointError):
-            # (What is wrong with the state is for the save itself to say.)
+        with no_collection(), contextlib.suppress(Exception):
+            # (What is wrong with the state, or raised by code of its own, is for the save itself to say, on all ranks.)
             structure = capture(
                 state, rank=rank, world=world, overlap=self._manner.staging == "overlap", recall=self._recall
             ).structure
