@@ -30,6 +30,7 @@ from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
 from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
+from keepstep.state.rng import as_stateful
 from keepstep.state.shard import LayoutTable, is_dtensor
 
 __all__ = ["Collector", "Snapshot", "capture", "names_of"]
@@ -252,8 +253,9 @@ class Collector:
             }
             self._stepped = False
             return ObjectNode("optimizer", type(value).__name__, tree)
-        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
+        holder = as_stateful(value)
+        if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
+            return ObjectNode("stateful", type(value).__name__, self.visit(holder.state_dict(), path))
         return value
 
     def _walk(self, tree: dict[str, Any], path: str) -> dict[Any, Any]:

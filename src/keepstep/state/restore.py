@@ -24,6 +24,7 @@ from keepstep.state.memory import fits, host, pointer, state_like
 from keepstep.state.module import is_extra_state, module_state, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport, Origin
+from keepstep.state.rng import as_stateful
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
 from keepstep.state.values import ABSENT, assign, child, has_tensors, materialise, objects_in
 
@@ -280,6 +281,7 @@ class Binder:
         return target if type(target) is PerRank else value
 
     def _new_rank(self, inner: Any, node: RankRef, path: str) -> None:
+        inner = as_stateful(inner)
         if node.rule != "derive" or not hasattr(inner, "derive"):
             self._report.reset.append(f"{path}: rank {self.table.rank} is new and keeps what it has")
             return
@@ -301,11 +303,12 @@ class Binder:
                 else:
                     self._bind_tensor(inner[name], node.tree[name], join(path, name))
             return target
-        if hasattr(target, "load_state_dict"):
-            live = target.state_dict() if has_tensors(node.tree) and hasattr(target, "state_dict") else ABSENT
+        holder = as_stateful(target)
+        if hasattr(holder, "load_state_dict"):
+            live = holder.state_dict() if has_tensors(node.tree) and hasattr(holder, "state_dict") else ABSENT
             tree = self._plain(node.tree, path, live)
             self._report.restored += not has_tensors(node.tree)
-            self._then(lambda: target.load_state_dict(materialise(tree, self._values)))
+            self._then(lambda: holder.load_state_dict(materialise(tree, self._values)))
             return target
         if target is ABSENT or isinstance(target, dict):
             return self._plain(node.tree, path)

@@ -1,4 +1,4 @@
-"""Random number streams of this process: python, numpy, torch on the host and on every device it has touched."""
+"""Random number streams: of the process and its devices, and of generators that a program has made for itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepstep.format.objects import encode
 from keepstep.format.shardfile import digest
 
-__all__ = ["RngStreams"]
+__all__ = ["OwnStream", "RngStreams", "as_stateful"]
 
 
 class RngStreams:
@@ -46,6 +47,58 @@ class RngStreams:
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed % (1 << 63))
+
+
+class OwnStream:
+    """A generator of the program's own as an object with a state_dict; the generator keeps its identity."""
+
+    def __init__(
+        self, generator: random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+    ) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a copy."""
+        match self._generator:
+            case torch.Generator() as own:
+                return {"state": own.get_state().numpy().tobytes()}
+            case np.random.Generator() as own:
+                return {"state": dict(own.bit_generator.state)}
+            case np.random.RandomState() as own:
+                return {"state": dict(own.get_state(legacy=False))}
+            case own:
+                return {"state": own.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts the generator where it was. One of another algorithm or device refuses, each with an error of its own."""
+        match self._generator:
+            case torch.Generator() as own:
+                own.set_state(_bytes_tensor(state["state"]))
+            case np.random.Generator() as own:
+                own.bit_generator.state = state["state"]
+            case np.random.RandomState() as own:
+                own.set_state(state["state"])
+            case own:
+                own.setstate(state["state"])
+
+    def derive(self, state: dict[str, Any], rank: int, world: int) -> None:
+        """Seeds a new stream for a rank that had none: distinct by rank, the same at every load of the same state."""
+        seed = digest(encode(state) + rank.to_bytes(8, "little") + world.to_bytes(8, "little"))
+        match self._generator:
+            case torch.Generator() as own:
+                own.manual_seed(seed % (1 << 63))
+            case np.random.Generator() as own:
+                own.bit_generator.state = type(own.bit_generator)(seed).state
+            case np.random.RandomState() as own:
+                own.seed(seed % (1 << 32))
+            case own:
+                own.seed(seed)
+
+
+def as_stateful(value: Any) -> Any:
+    """A generator as an object with a state_dict; anything else as it is. What the system draws from has no state."""
+    own = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
+    return OwnStream(value) if isinstance(value, own) and not isinstance(value, random.SystemRandom) else value
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:
