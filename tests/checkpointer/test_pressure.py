@@ -362,6 +362,7 @@ def test_a_failed_save_leaves_a_record_too(copies, tmp_path):
     with ks.Checkpointer(storage, state, every=ks.Every(steps=1), tolerate_failures=5) as ckpt:
         copies.open()
         storage.before = failing("write", name="step-")
+        train(state)
         ckpt.step().committed.exception(30)
         train(state)
         copies.close()

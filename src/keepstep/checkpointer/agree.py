@@ -56,7 +56,8 @@ class Attempt:
     """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder.
 
     There ``keep`` says which steps stay after it, and ``protect`` names some that stay whatever the rules say.
-    ``failed_step`` is the step of the attempt before this one when that one failed, else -1.
+    ``failed_step`` is the step of the attempt before this one when that one failed, else -1. ``refused`` says why this rank
+    cannot save now.
     """
 
     step: int
@@ -70,6 +71,7 @@ class Attempt:
     keep: Keep | None = None
     protect: tuple[int, ...] = ()
     ready: Ready = field(default_factory=Ready)
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

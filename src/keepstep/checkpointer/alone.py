@@ -60,6 +60,8 @@ def async_save(
     ranks = Ranks.current()
     number = step if step is not None else state.progress.step if isinstance(state, TrainState) else 0
     storage = storage_of(path)
+    manner = Manner(staging, background)
+    manner.check()
     key = staging, background
     kept = _kept.get(key)
     if kept is None or not kept[0].fits(ranks, storage):
@@ -69,7 +71,7 @@ def async_save(
             kept[0].close()
         # All steps of a process go through one agent, which is found by the folder of the first of them.
         around = LocalStorage(Path(storage.url).parent) if is_plain(storage) else storage
-        kept = BackgroundSaves(ranks, around, Manner(staging, background), deadline_s), None
+        kept = BackgroundSaves(ranks, around, manner, deadline_s), None
         kept[0].connect()
     saves, known = kept
     attempt = Attempt(number, Lineage(secrets.token_hex(8)), replace=overwrite, deadline_s=deadline_s, known=known)

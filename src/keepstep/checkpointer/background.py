@@ -63,8 +63,8 @@ class Manner:
     check_staging: bool = False
     linger_s: float = 60.0
 
-    def __post_init__(self) -> None:
-        """Refuses what means nothing.
+    def check(self) -> None:
+        """Refuses what means nothing. Within a phase, so that a rank where it fails tells the others.
 
         Raises:
             UsageError: lists everything that is wrong.
@@ -191,8 +191,8 @@ class BackgroundSaves(Closing):
                 ready = msgspec.structs.replace(attempt.ready, busy=slot is None, agent=background.name)
                 attempt = replace(attempt, ready=ready)
                 with timeline.span("capture"):
-                    if attempt.step < 0:
-                        raise UsageError(f"step {attempt.step} is negative")
+                    if attempt.refused or attempt.step < 0:
+                        raise UsageError(attempt.refused or f"step {attempt.step} is negative")
                     overlap = self._manner.staging == "overlap"
                     rank, world = self._ranks.rank, self._ranks.world
                     snapshot = capture(state, rank=rank, world=world, overlap=overlap, recall=self._recall)

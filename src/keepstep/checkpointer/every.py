@@ -28,7 +28,7 @@ class Every:
         if not given or any(value <= 0 for value in given):
             raise UsageError(f"{self}: give steps, seconds or both, each above zero")
 
-    def is_due(self, ranks: Ranks, step: int, since: float, deadline_s: float) -> bool:
+    def is_due(self, ranks: Ranks, step: int, since: float, deadline_s: float, *, micro: bool = False) -> bool:
         """Whether to save at this step. Collective when seconds count: clocks differ between ranks, one of them decides.
 
         Args:
@@ -36,8 +36,9 @@ class Every:
             step: that has just ended.
             since: when the last save began, on the clock of ``time.monotonic``.
             deadline_s: how long to wait for other ranks, in seconds.
+            micro: inside the next update, where steps do not count.
         """
-        if self.steps is not None and step % self.steps == 0:
+        if self.steps is not None and not micro and step % self.steps == 0:
             return True
         if self.seconds is None:
             return False

@@ -301,9 +301,7 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
             binder.surplus[name] = "in the checkpoint, not in the target (only=[...] leaves it out)"
     for name in into:
         if name not in tree and (options.only is None or name in options.only):
-            binder.reports[name] = ComponentReport(missing=[name])
-            if options.strict:
-                binder.mismatches.append(f"{name}: in the target, not in the checkpoint, which has {', '.join(tree)}")
+            binder.lack_component(name, f"in the target, not in the checkpoint, which has {', '.join(tree)}")
 
 
 def _hints(binder: Binder) -> list[str]:

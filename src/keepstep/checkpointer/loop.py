@@ -4,52 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
+from keepstep.check.trace import drill_orders
 from keepstep.checkpointer.agree import Attempt, KnownPlan
-from keepstep.checkpointer.background import BackgroundSaves, Manner
-from keepstep.checkpointer.decisions import Choice, Start, begin_run, choose_step, own_root, warn_damaged
+from keepstep.checkpointer.background import Manner
+from keepstep.checkpointer.boundary import Boundaries
+from keepstep.checkpointer.course import Course, tidy_after_restore
 from keepstep.checkpointer.every import Every
 from keepstep.checkpointer.history import History
-from keepstep.checkpointer.loading import LoadReport, Options, load_step
+from keepstep.checkpointer.loading import LoadReport, Options
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.preemption import Preempt, StopWatch
+from keepstep.checkpointer.restoring import Wanted, restore_step
 from keepstep.checkpointer.saving import save_step
-from keepstep.commit.catalog import Found, read_catalog, step_storage
-from keepstep.commit.retention import Keep, sweep_leftovers, warn_untidy
+from keepstep.checkpointer.starting import Wish, start_job
+from keepstep.checkpointer.tracing import Tracing
+from keepstep.commit.catalog import step_storage
+from keepstep.commit.retention import Keep
 from keepstep.errors import (
     CheckpointError,
     ClosedError,
-    MismatchError,
-    Preempted,
-    RankFailedError,
-    StorageError,
-    UsageError,
-)
-from keepstep.format.manifest import (
-    MANIFEST_NAME,
-    Lineage,
-    Manifest,
-    Parent,
-    parse_manifest,
-    step_name,
 )
 from keepstep.move.arena import Arena
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.progress import Progress, metric
 from keepstep.state.train_state import TrainState
 from keepstep.storage.base import Closing, Storage
-from keepstep.storage.local import Place, storage_of
+from keepstep.storage.local import Place
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("keepstep")
-_DAMAGE = frozenset({"corrupt", "format", "storage"})
 
 
 class Checkpointer(Closing):
@@ -76,6 +65,8 @@ class Checkpointer(Closing):
         check_staging: proves for each late tensor that nothing changed it while it was copied, by digests before and after.
             For finding faults: it reads everything twice on the training thread.
         preempt: what to do when the job is asked to stop; None leaves signals alone.
+        trace: whether every rank writes what it did at every step to the folder ``trace`` of the root, with digests of the
+            whole state: for comparing runs, not for every day.
 
     Raises:
         UsageError: ``state`` is not a TrainState, the root is a file, or options that mean nothing.
@@ -101,53 +92,33 @@ class Checkpointer(Closing):
         tolerate_failures: int = 3,
         check_staging: bool = False,
         preempt: Preempt | None = None,
+        trace: bool = False,
     ) -> None:
         self._ranks = Ranks.current()
+        self._drill = drill_orders()
+        self._report: LoadReport | None = None
+        self._passed = 0
         self._deadline_s = deadline_s
         self._every = every
         self._keep = keep or Keep()
-        self._overwrite = overwrite
         self._state = state
         self._closed = False
         self._history = History()
         self._known: KnownPlan | None = None
-        self._restored_from: Found | None = None
-        self._saved_step = self._failed_step = -1
         self._metrics: dict[str, Any] = {}
         self._tolerated = tolerate_failures
+        manner = Manner(staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging)
         with contextlib.ExitStack() as held:
-            with self._ranks.phase("start", deadline_s) as phase:
-                manner = Manner(
-                    staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging
-                )
-                if not isinstance(state, TrainState):
-                    raise UsageError(
-                        f"a Checkpointer keeps a TrainState, not a {type(state).__name__}: TrainState(**state)"
-                    )
-                self._root = storage_of(root)
-                posted = phase.gather(self._root.url.encode())
-                if posted is not None:
-                    own_root(self._root, posted, held)
-                phase.broadcast(b"" if posted is not None else None)
-            self._arena: Arena | None = None
-            self._saves: BackgroundSaves | None = None
-            if background == "off":
-                self._arena = held.enter_context(contextlib.closing(Arena()))
-            else:
-                self._saves = held.enter_context(BackgroundSaves(self._ranks, self._root, manner, deadline_s))
-                self._saves.connect()
-            with self._ranks.phase("begin", deadline_s) as phase:
-                if self._saves is not None:
-                    # What an earlier start of this job has left to the agent is committed before this one begins.
-                    self._saves.settle(deadline_s)
-                posted = phase.gather(b"")
-                answer = b"" if posted is None else msgspec.json.encode(begin_run(self._root, self._ranks.world))
-                start = msgspec.json.decode(phase.broadcast(answer), type=Start)
-            self._lineage = Lineage(start.run, start.incarnation)
+            started = start_job(self._ranks, Wish(root, state, manner, trace, self._drill, deadline_s), held)
+            self._root, self._saves, self._arena = started.root, started.saves, started.arena
+            self._course = Course(started.lineage, overwrite=overwrite)
+            self._boundaries = held.enter_context(Boundaries(state))
+            tracing = Tracing(started.trace, self._ranks, state, started.lineage.incarnation)
+            self._tracing = held.enter_context(tracing)
             self._watch: StopWatch | None = None
             if preempt is not None:
-                watch = StopWatch(self._ranks, preempt, f"{start.run}/{start.incarnation}", deadline_s)
-                self._watch = held.enter_context(watch)
+                start = f"{started.lineage.run}/{started.lineage.incarnation}"
+                self._watch = held.enter_context(StopWatch(self._ranks, preempt, start, deadline_s))
             self._held = held.pop_all()
         self._due_s = time.monotonic()
         if self._saves is not None and every is not None:
@@ -157,6 +128,16 @@ class Checkpointer(Closing):
     def progress(self) -> Progress:
         """How far the run is: step, samples, tokens, epoch."""
         return self._state.progress
+
+    @property
+    def micro(self) -> int:
+        """How many microbatches of the next update are done; see ``micro_step``."""
+        return self._state.accumulation.micro
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What the last ``restore`` did."""
+        return self._report
 
     def restore(
         self,
@@ -168,6 +149,8 @@ class Checkpointer(Closing):
         cast: bool = False,
     ) -> LoadReport:
         """Brings the newest good step back into the state's objects; on a truly fresh root does nothing.
+
+        What was restored is printed on rank 0, to standard error, and returned.
 
         Args:
             step: this step and no other; None for the newest good one.
@@ -183,76 +166,80 @@ class Checkpointer(Closing):
             CorruptError: the step is damaged, with ``on_damage="raise"``.
         """
         self._check_open()
+        wanted = Wanted(step, on_damage, allow_fresh)
         self._settle()
-        if on_damage not in ("fall_back", "raise"):
-            raise UsageError(f"on_damage={on_damage!r}; it is 'fall_back' or 'raise'")
         options = Options(None, strict, cast, None)
-        skipped: tuple[str, ...] = ()
-        while True:
-            with self._ranks.phase("restore", self._deadline_s) as phase:
-                posted = phase.gather(msgspec.json.encode((step, on_damage, allow_fresh)))
-                answer = b""
-                if posted is not None:
-                    if len(set(posted)) > 1:
-                        raise MismatchError("ranks call restore with different arguments:", map(bytes.decode, posted))
-                    answer = msgspec.msgpack.encode(choose_step(self._root, step, on_damage, allow_fresh, skipped))
-                choice = msgspec.msgpack.decode(phase.broadcast(answer), type=Choice)
-            skipped = choice.skipped
-            if not choice.manifest:
-                self._due_s = time.monotonic()
-                return LoadReport(0, self._root.url, True, world=self._ranks.world, skipped=skipped)
-            manifest = parse_manifest(choice.manifest, f"{step_name(choice.step)}/{MANIFEST_NAME}")
-            try:
-                storage = step_storage(self._root, manifest.step)
-                report = load_step(
-                    self._ranks, storage, manifest, self._state, options=options, deadline_s=self._deadline_s
-                )
-            except CheckpointError as err:
-                # What made one rank fail was told to the others, so all of them decide alike.
-                codes = err.codes.values() if isinstance(err, RankFailedError) else (err.code,)
-                if on_damage == "raise" or step is not None or not _DAMAGE.issuperset(codes):
-                    raise
-                skipped = (*skipped, f"{step_name(manifest.step)}: {err}")
-                if self._ranks.leads:
-                    warn_damaged(skipped[-1])
-                continue
-            self._adopt(manifest)
-            return replace(report, skipped=skipped)
+        report, manifest = restore_step(
+            self._ranks, self._root, self._state, wanted, options=options, deadline_s=self._deadline_s
+        )
+        self._report = report
+        self._due_s = time.monotonic()
+        if manifest is not None:
+            self._course.adopt(manifest)
+            if manifest.world_size == self._ranks.world:
+                self._known = KnownPlan(manifest.fingerprint, manifest.structure)
+            if self._ranks.leads:
+                tidy_after_restore(self._root)
+        self._boundaries.restart()
+        if self._ranks.leads and not report.fresh:
+            sys.stderr.write(f"{report}\n")
+        self._tracing.began(report.step, restored=not report.fresh, skipped=report.skipped)
+        return report
 
-    def step(self, *, samples: int = 0, tokens: int = 0, epoch: int | None = None, **metrics: Any) -> Pending | None:
+    def step(
+        self, *, samples: int = 0, tokens: int = 0, epoch: int | None = None, batch: Any = None, **metrics: Any
+    ) -> Pending | None:
         """Marks a step boundary: everything now stands at one step. Begins a save when one is due, and returns it.
 
-        Call it once after every optimizer step, on every rank. A save that failed since the last call is logged here;
-        training goes on, and the next due save tries again.
+        Call it once after every optimizer step (and scheduler step), on every rank. A save that failed since the last call
+        is logged here; training goes on, and the next due save tries again.
 
         Args:
-            samples: samples consumed by this step, over all ranks.
-            tokens: tokens consumed by this step, over all ranks.
+            samples: samples consumed by this step, over all ranks, as far as ``micro_step`` has not counted them.
+            tokens: tokens consumed by this step, likewise.
             epoch: the epoch the next step belongs to, when it changed.
+            batch: what this rank was given, or the ids of its samples, for a trace; nobody else looks at it.
             metrics: numbers to store with the step, such as ``loss=loss``; ``Keep(best=...)`` looks at them.
 
         Raises:
-            UsageError: a metric is not a number; nothing has changed.
+            UsageError: a metric is not a number, or the parts of the state do not stand at one step.
             Preempted: the job was asked to stop, and all ranks stand at this step; see ``Preempt``.
             See ``save`` for the rest.
         """
         self._check_open()
         numbers = {name: metric(name, value) for name, value in metrics.items()}
-        progress = self._state.progress
+        progress = self._consumed(samples, tokens)
         progress.step += 1
-        progress.samples += samples
-        progress.tokens += tokens
         if epoch is not None:
             progress.epoch = epoch
+        self._state.accumulation.micro = 0
+        self._boundaries.passed(progress.step)
         self._metrics = numbers
-        self._notice()
         if self._saves is not None:
             self._known = self._saves.keep_ready(self._state, self._known)
-        if self._watch is not None and self._watch.is_over(progress.step):
-            self._stop(self._watch)
-        if self._every and self._every.is_due(self._ranks, progress.step, self._due_s, self._deadline_s):
-            return self.save()
-        return None
+        return self._go_on(batch)
+
+    def micro_step(self, *, samples: int = 0, tokens: int = 0, batch: Any = None) -> Pending | None:
+        """Marks the end of a microbatch whose gradients are accumulated, and not applied yet.
+
+        Not after the last one of an update: there ``step`` follows the optimizer's. From here on a save has a place inside
+        the update: the accumulated gradients belong to it, and it takes the place of one of the same step that is there
+        already. A resumed loop finds in ``micro`` how many microbatches are done. Begins a save when time says so.
+
+        Args:
+            samples: samples consumed by this microbatch, over all ranks.
+            tokens: tokens consumed by it, likewise.
+            batch: as for ``step``.
+
+        Raises:
+            Preempted: the job was asked to stop, and all ranks stand here.
+            See ``save`` for the rest.
+        """
+        self._check_open()
+        self._consumed(samples, tokens)
+        self._state.accumulation.micro += 1
+        self._boundaries.passed_micro()
+        return self._go_on(batch)
 
     def save(self) -> Pending | None:
         """Begins a save now; old steps go by ``keep`` once it is committed. None when it was skipped as busy.
@@ -261,6 +248,7 @@ class Checkpointer(Closing):
 
         Raises:
             StepExistsError: the step is there and this run did not restore (see ``overwrite``).
+            UsageError: gradients of the next update were accumulated, and ``micro_step`` was not called.
             RankFailedError: more than ``tolerate_failures`` saves in a row have failed; the message has the last reason.
             See ``keepstep.save`` for the rest. Committed steps are untouched by a save that fails.
         """
@@ -268,18 +256,22 @@ class Checkpointer(Closing):
         self._notice()
         step = self._state.progress.step
         place = step_storage(self._root, step)
+        if self._course.saved == step:
+            # Two saves of one step go into one folder: one after the other.
+            self._settle()
         attempt = Attempt(
             step,
-            self._lineage,
+            self._course.lineage,
             {name: float(value) for name, value in self._metrics.items()},
-            self._may_replace(step),
+            self._course.may_replace(step, inside=self.micro > 0),
             self._root,
             known=self._known,
             deadline_s=self._deadline_s,
-            failed_step=self._failed_step,
+            failed_step=self._course.failed,
             keep=self._keep,
-            protect=() if self._restored_from is None else (self._restored_from.step,),
+            protect=self._course.protected,
             ready=self._history.ready(self._tolerated),
+            refused=self._boundaries.unfinished(step),
         )
         self._due_s = time.monotonic()
         if self._arena is not None:
@@ -287,9 +279,10 @@ class Checkpointer(Closing):
         pending, known = self._saves.save(place, self._state, attempt) if self._saves else (None, None)
         if pending is None:
             return None
-        self._failed_step = -1
-        self._known, self._saved_step = known, step
+        self._course.failed, self._course.saved = -1, step
+        self._known = known
         self._history.add(pending)
+        self._tracing.saving(pending)
         return pending
 
     def close(self) -> None:
@@ -302,6 +295,7 @@ class Checkpointer(Closing):
             self._closed = True
             try:
                 self._settle()
+                self._tracing.ended(self._state.progress.step, "closed")
             finally:
                 self._held.close()
             self._history.raise_last()
@@ -310,6 +304,8 @@ class Checkpointer(Closing):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes it. While another exception is on its way, a failed save is only logged."""
+        if error is not None:
+            self._tracing.give_up()
         try:
             self.close()
         except CheckpointError as err:
@@ -319,13 +315,44 @@ class Checkpointer(Closing):
 
     def _save_now(self, place: Storage, attempt: Attempt, arena: Arena) -> Pending:
         """A save on the training thread."""
-        self._failed_step = attempt.step
+        self._course.failed = attempt.step
         saved, self._known = save_step(self._ranks, place, self._state, attempt, arena)
-        self._failed_step = -1
-        self._saved_step = attempt.step
+        self._course.failed, self._course.saved = -1, attempt.step
         pending = Pending(attempt.step, place.url)
         pending.succeed(saved)
+        self._tracing.saving(pending)
         return pending
+
+    def _consumed(self, samples: int, tokens: int) -> Progress:
+        """Counts what was consumed since the boundary before this one."""
+        self._state.consumed(samples)
+        progress = self._state.progress
+        progress.samples += samples
+        progress.tokens += tokens
+        return progress
+
+    def _go_on(self, batch: Any) -> Pending | None:
+        """What every boundary has in common, those inside an update too: to notice, to trace, to stop, to save when due."""
+        step, micro = self._state.progress.step, self._state.accumulation.micro
+        self._passed += 1
+        self._notice()
+        self._tracing.stepped(step, {} if micro else self._metrics, micro=micro, batch=batch)
+        if self._watch is not None and self._watch.is_over(self._passed):
+            self._stop(self._watch)
+        if self._drill is not None and (step, micro) == (self._drill.stop_at, 0):
+            self._stop_for_drill(step)
+        if self._every and self._every.is_due(self._ranks, step, self._due_s, self._deadline_s, micro=bool(micro)):
+            return self.save()
+        return None
+
+    def _stop_for_drill(self, step: int) -> None:
+        """A drill wants to see this run resumed from here."""
+        while self.save() is None:
+            self._settle()
+        self._settle()
+        self._history.raise_last()
+        self._tracing.ended(step, "stopped")
+        raise SystemExit(0)
 
     def _settle(self) -> None:
         if self._saves is not None:
@@ -336,7 +363,7 @@ class Checkpointer(Closing):
         """Looks at what has ended since the last boundary."""
         for pending, error in self._history.ended():
             if error is not None:
-                self._failed_step, pending.logged = -1 if pending.may_appear else pending.step, True
+                self._course.failed, pending.logged = -1 if pending.may_appear else pending.step, True
                 if self._ranks.leads:
                     _log.warning("the save of step %d failed, training goes on: %s", pending.step, error)
 
@@ -366,34 +393,7 @@ class Checkpointer(Closing):
             self._history.forgive()
         if saved is None:
             saved = self._history.newest
-        if watch.preempt.exit_status is not None:
-            _log.warning("%s", reason)
-            raise SystemExit(watch.preempt.exit_status)
-        raise Preempted(step, saved, reason)
-
-    def _adopt(self, manifest: Manifest) -> None:
-        """Goes on with the run of the restored step: its lineage, its plan, its place in the order."""
-        lineage = manifest.lineage
-        self._restored_from = Found(manifest.step, lineage.run, lineage.incarnation)
-        parent = Parent(lineage.run, lineage.incarnation, manifest.step)
-        self._lineage = Lineage(lineage.run, self._lineage.incarnation, parent)
-        if manifest.world_size == self._ranks.world:
-            self._known = KnownPlan(manifest.fingerprint, manifest.structure)
-        self._saved_step = manifest.step
-        self._due_s = time.monotonic()
-        if self._ranks.leads:
-            # The new incarnation fences older ones, so what they left unfinished can go.
-            try:
-                sweep_leftovers(self._root, read_catalog(self._root))
-            except StorageError as err:
-                warn_untidy(err)
-
-    def _may_replace(self, step: int) -> bool:
-        """Whether a committed step of this number may be replaced: one that this run has left behind by a rollback."""
-        if self._overwrite or self._saved_step == step:
-            return self._overwrite or self._restored_from is None or self._restored_from.step != step
-        restored = self._restored_from
-        return restored is not None and step > restored.step
+        watch.leave(step, saved, reason)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,21 +8,23 @@ again. The last rank to hear of it finds all of these, and all stop at the newes
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
-from keepstep.errors import CommitTimeoutError, UsageError
+from keepstep.errors import CommitTimeoutError, Preempted, UsageError
 from keepstep.ranks import Ranks
 from keepstep.storage.base import Closing
 
 __all__ = ["Preempt", "StopWatch", "what_fits"]
 
+_log = logging.getLogger("keepstep")
 PATIENCE_S = 0.25
 MARGIN = 1.5
 """How much longer than usual a save may take that still has to fit."""
@@ -119,6 +121,17 @@ class StopWatch(Closing):
                 heard = [msgspec.json.decode(raw, type=tuple[float | None, float, float]) for raw in posted]
                 answer = msgspec.json.encode(what_fits(heard, outlives))
             return msgspec.json.decode(phase.broadcast(answer), type=tuple[str, float | None])
+
+    def leave(self, step: int, saved: int | None, reason: str) -> NoReturn:
+        """Ends this rank's training as ``Preempt`` says.
+
+        Raises:
+            Preempted: always, unless an exit status was chosen.
+        """
+        if self.preempt.exit_status is not None:
+            _log.warning("%s", reason)
+            raise SystemExit(self.preempt.exit_status)
+        raise Preempted(step, saved, reason)
 
     def close(self) -> None:
         """Gives the signals back to whoever handled them before. Idempotent."""

@@ -104,8 +104,8 @@ def save_step(
     with no_collection(), ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
         storage = storage_of(path)
         with timeline.span("capture"):
-            if attempt.step < 0:
-                raise UsageError(f"step {attempt.step} is negative")
+            if attempt.refused or attempt.step < 0:
+                raise UsageError(attempt.refused or f"step {attempt.step} is negative")
             snapshot = capture(state, rank=ranks.rank, world=ranks.world)
         with timeline.span("plan"):
             agreed = agree(phase, ranks, storage, snapshot, attempt)

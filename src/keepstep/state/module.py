@@ -9,7 +9,7 @@ from torch import nn
 
 from keepstep.errors import UsageError
 
-__all__ = ["broadcast_buffers", "clean_names", "module_state", "parameter_names", "unwrap"]
+__all__ = ["broadcast_buffers", "clean_names", "module_state", "parameter_names", "passing_hint", "unwrap"]
 
 _MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
@@ -54,12 +54,34 @@ def clean_names(module: nn.Module, names: list[str]) -> dict[str, str]:
     return cleaned
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state_dict under clean names; tensors are the live ones, extra state is whatever the module gives."""
+def module_state(module: nn.Module, *, every_buffer: bool = False) -> dict[str, Any]:
+    """The module's state_dict under clean names; tensors are the live ones, extra state is whatever the module gives.
+
+    With ``every_buffer`` also the buffers that are registered as not persistent, after everything else.
+    """
     # The parameters themselves: to detach each of them costs more than everything else that is done here.
     state = module.state_dict(keep_vars=True)
+    if every_buffer:
+        state.update(_passing_buffers(module))
     names = clean_names(module, list(state))
     return {names[name]: value for name, value in state.items()}
+
+
+def passing_hint(module: nn.Module, name: str) -> str:
+    """What to add where only one side has this clean name: words for a buffer that is not persistent, else nothing."""
+    passing = clean_names(module, list(_passing_buffers(module)))
+    if name not in passing.values():
+        return ""
+    return "; it is a buffer that is not persistent, which TrainState(non_persistent_buffers=True) saves and restores"
+
+
+def _passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name in part._non_persistent_buffers_set
+    }
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

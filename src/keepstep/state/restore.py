@@ -18,10 +18,11 @@ from torch import nn
 from keepstep.errors import CheckpointError, MismatchError, UsageError
 from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
+from keepstep.state.accumulation import Accumulation
 from keepstep.state.capture import names_of, wrapped
 from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import fits, host, pointer, state_like
-from keepstep.state.module import is_extra_state, module_state, restore_module, unwrap
+from keepstep.state.module import is_extra_state, module_state, passing_hint, restore_module, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.rng import as_stateful
@@ -74,6 +75,18 @@ class Binder:
         value = self._bind(target, node, path)
         if value is not target:
             self._then(lambda: assign(self.state, name, materialise(value, self._values)))
+
+    def lack_component(self, name: str, text: str) -> None:
+        """Notes that the checkpoint has nothing for a component of the state."""
+        self._report = self.reports.setdefault(name, ComponentReport())
+        self._component = name
+        value = self.state[name]
+        if isinstance(value, Accumulation):
+            # What was saved stands between two updates: the one that has begun here begins anew.
+            self._report.reset.append(f"{name}: the gradients of {value.micro} microbatches")
+            self._then(value.drop)
+        else:
+            self._miss(join("", name), text)
 
     def reject(self, mismatches: list[str], unplaced: list[str]) -> None:
         """Takes over what any rank found, and surplus keys that no rank has a place for as differences."""
@@ -303,6 +316,8 @@ class Binder:
                 else:
                     self._bind_tensor(inner[name], node.tree[name], join(path, name))
             return target
+        if isinstance(target, Accumulation):
+            return self._bind_accumulation(target, node.tree, path)
         holder = as_stateful(target)
         if hasattr(holder, "load_state_dict"):
             live = holder.state_dict() if has_tensors(node.tree) and hasattr(holder, "state_dict") else ABSENT
@@ -317,20 +332,27 @@ class Binder:
         )
         return target
 
+    def _bind_accumulation(self, target: Accumulation, tree: dict[str, Any], path: str) -> Any:
+        into = target.prepared(tree, self.origin.own.get(join(path, "own")))
+        state = self._bind(into, tree, path)
+        self._then(lambda: target.load_state_dict(materialise(state, self._values)))
+        return target
+
     def _bind_module(self, target: nn.Module, tree: dict[str, Any], path: str) -> Any:
         module = unwrap(target)
-        live = module_state(module)
+        live = module_state(module, every_buffer=getattr(self.state, "non_persistent_buffers", False))
         memory = {pointer(t) for t in (*module.parameters(), *module.buffers())}
         values: dict[str, Any] = {}
         filled: set[str] = set()
         for name in live:
             if name not in tree and (isinstance(live[name], torch.Tensor) or is_extra_state(name)):
-                self._miss(join(path, name), "in the target module, not in the checkpoint")
+                hint = passing_hint(module, name)
+                self._miss(join(path, name), f"in the target module, not in the checkpoint{hint}")
         for name, node in tree.items():
             below = join(path, name)
             value = live.get(name, ABSENT)
             if value is ABSENT:
-                self._surplus(below, "in the checkpoint, not in the target module")
+                self._surplus(below, f"in the checkpoint, not in the target module{passing_hint(module, name)}")
             elif isinstance(value, torch.Tensor) and not is_extra_state(name):
                 values[name] = self._bind(value, node, below)
                 if pointer(value) in memory or not value.numel():

@@ -1,0 +1,54 @@
+"""Where a run stands among the steps of its root: its lineage, the step it was restored from, the last one it saved."""
+
+from __future__ import annotations
+
+from keepstep.commit.catalog import Found, read_catalog
+from keepstep.commit.retention import sweep_leftovers, warn_untidy
+from keepstep.errors import StorageError
+from keepstep.format.manifest import Lineage, Manifest, Parent
+from keepstep.storage.base import Storage
+
+__all__ = ["Course", "tidy_after_restore"]
+
+
+class Course:
+    """The course of one start of a run. ``failed`` is the step of the last save when that one failed; -1 stands for none."""
+
+    def __init__(self, lineage: Lineage, *, overwrite: bool) -> None:
+        self.lineage = lineage
+        self.saved = self.failed = -1
+        self._overwrite = overwrite
+        self._restored_from: Found | None = None
+
+    @property
+    def protected(self) -> tuple[int, ...]:
+        """Steps that stay whatever the rules say: the one resumed from."""
+        return () if self._restored_from is None else (self._restored_from.step,)
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Goes on with the run of the restored step."""
+        lineage = manifest.lineage
+        self._restored_from = Found(manifest.step, lineage.run, lineage.incarnation)
+        parent = Parent(lineage.run, lineage.incarnation, manifest.step)
+        self.lineage = Lineage(lineage.run, self.lineage.incarnation, parent)
+        self.saved = manifest.step
+
+    def may_replace(self, step: int, *, inside: bool) -> bool:
+        """Whether a committed step of this number may be replaced: one that this run has left behind by a rollback.
+
+        ``inside`` the update after it, the step itself is behind, saved or restored.
+        """
+        restored = self._restored_from
+        if self._overwrite:
+            return True
+        if self.saved == step:
+            return inside or restored is None or restored.step != step
+        return restored is not None and step > restored.step
+
+
+def tidy_after_restore(root: Storage) -> None:
+    """Removes what older starts left unfinished: the new incarnation fences them. On the coordinator."""
+    try:
+        sweep_leftovers(root, read_catalog(root))
+    except StorageError as err:
+        warn_untidy(err)
