@@ -517,6 +517,9 @@ KINDS: dict[str, Kind] = {
     "parameters": Kind(build_plain, update_plain, "parameters"),
     "persistent buffers": Kind(build_normed, update_normed, "buffers"),
     "scaling factors as buffers": Kind(build_scaled("buffers"), update_plain, "buffers"),
+    "buffers that are not persistent": Kind(
+        build_scaled("not persistent"), update_plain, "non_persistent_buffers", {"non_persistent_buffers": True}
+    ),
     "scaling factors as extra state": Kind(build_scaled("extra_state"), update_plain, "extra_state"),
     "optimizer state with integer keys": Kind(build_layered, update_plain, "optimizer_state"),
     "optimizer state that is packed": Kind(build_packed, update_packed, "optimizer_state"),

@@ -41,9 +41,12 @@ from keepstep.format.objects import ObjectNode, TensorRef, TorchValue, decode
 from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
+from keepstep.state.files import FILES, Files
+from keepstep.state.provenance import NO_CONFIG, code_revision, differences
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.restore import Binder
 from keepstep.state.shard import LayoutTable
+from keepstep.state.train_state import TrainState
 from keepstep.state.values import materialise
 from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import Place, storage_of
@@ -61,6 +64,7 @@ class LoadReport:
 
     ``bytes_read`` and ``bytes_needed`` are of this rank: from storage, and of the tensors it asked for. ``components`` says
     for each part what was restored, cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
+    ``changed`` says how code (on rank 0) and configuration differ from those that the step was saved with.
     """
 
     step: int
@@ -72,6 +76,7 @@ class LoadReport:
     bytes_needed: int = 0
     components: Mapping[str, ComponentReport] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -86,6 +91,8 @@ class LoadReport:
                 if listed:
                     notes.append(f"{len(listed)} {label} ({', '.join(listed[:3])}{', …' if len(listed) > 3 else ''})")
             lines.append(f"  {name}: {', '.join(notes)}")
+            lines.extend(f"    {note}" for note in part.noted)
+        lines.extend(f"  changed {text}" for text in self.changed)
         lines.extend(f"  skipped {text}" for text in self.skipped)
         return "\n".join(lines)
 
@@ -208,6 +215,9 @@ def load_step(
     # Only now, when every byte was proved on every rank, are plain values given back.
     with ranks.phase(f"give back step {manifest.step}", deadline_s) as phase, timeline.span("finish"):
         binder.finish()
+        files = into.get(FILES)
+        if isinstance(files, Files) and binder.reports[FILES].restored:
+            binder.reports[FILES].noted.extend(files.differences())
         answers = phase.gather(b"")
         phase.broadcast(b"" if answers is not None else None)
     needed = sum(target.numel() * target.element_size() for target in binder.targets)
@@ -219,8 +229,18 @@ def load_step(
         bytes_read=read,
         bytes_needed=needed,
         components=binder.reports,
+        changed=_changed(ranks, manifest, into),
         seconds=timeline.seconds,
     )
+
+
+def _changed(ranks: Ranks, manifest: Manifest, into: Mapping[str, Any]) -> tuple[str, ...]:
+    """How code and configuration differ from those of the step; a side that does not know its own says nothing."""
+    code, saved = code_revision() if ranks.leads else "", manifest.versions.code
+    notes = [f"code: {saved} when saved, {code} now"] if code and saved and code != saved else []
+    if isinstance(into, TrainState) and NO_CONFIG not in (into.config_record, bytes(manifest.config)):
+        notes.extend(f"config: {text}" for text in differences(bytes(manifest.config), into.config_record))
+    return tuple(notes)
 
 
 def _together(posted: list[bytes]) -> bytes:
@@ -296,11 +316,16 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
             binder.reports[name] = ComponentReport(skipped=True)
         elif name in into:
             binder.bind_component(name, node)
+        elif name == FILES and type(node) is ObjectNode and node.type_name == Files.__name__:
+            # Nothing of a run depends on getting them back: they may come and go.
+            binder.reports[name] = ComponentReport(skipped=True, noted=["in the step, none attached now"])
         else:
             binder.reports[name] = ComponentReport(unexpected=[name])
             binder.surplus[name] = "in the checkpoint, not in the target (only=[...] leaves it out)"
     for name in into:
-        if name not in tree and (options.only is None or name in options.only):
+        if name not in tree and isinstance(into[name], Files):
+            binder.reports[name] = ComponentReport(noted=["attached now, none in the step"])
+        elif name not in tree and (options.only is None or name in options.only):
             binder.lack_component(name, f"in the target, not in the checkpoint, which has {', '.join(tree)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from keepstep.checkpointer.loading import found_manifest, read_trees
@@ -100,7 +101,7 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
         return materialise(tree[component], self)
 
     def describe(self) -> dict[str, Any]:
-        """Plain facts: step, lineage, world, versions, components with counts and bytes. For people and for JSON."""
+        """Plain facts: step, lineage, world, versions, configuration, components with counts and bytes."""
         manifest = self.manifest
         return {
             "url": self._storage.url,
@@ -111,6 +112,7 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
             "world_size": manifest.world_size,
             "format": ".".join(map(str, manifest.format)),
             "versions": {name: getattr(manifest.versions, name) for name in manifest.versions.__struct_fields__},
+            "config": msgspec.json.decode(manifest.config),
             "metrics": dict(manifest.metrics),
             "tensors": len(manifest.tensors),
             "layouts": len(manifest.layouts),

@@ -6,10 +6,21 @@ from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from keepstep.cli.words import age_s, age_words, layout_words, metric_words, piece_count, plural, safe, size_words
+from keepstep.cli.words import (
+    age_s,
+    age_words,
+    config_words,
+    layout_words,
+    metric_words,
+    piece_count,
+    plural,
+    safe,
+    size_words,
+)
 from keepstep.commit.catalog import check_files, read_manifest
 from keepstep.errors import CorruptError, UsageError
 from keepstep.format.manifest import Component, Lineage, Manifest, Versions
@@ -81,6 +92,7 @@ class StepFacts:
     world_size: int
     meshes: tuple[tuple[int, ...], ...]
     versions: Versions
+    config: msgspec.Raw
     files: int
     bytes: int
     tensors: int
@@ -115,6 +127,7 @@ def read_step(storage: Storage, pattern: str | None) -> StepFacts:
         world_size=manifest.world_size,
         meshes=tuple(mesh.shape for mesh in manifest.meshes),
         versions=manifest.versions,
+        config=manifest.config,
         files=sum(len(records) for records in manifest.files.values()),
         bytes=manifest.total_bytes,
         tensors=len(manifest.tensors) + len(manifest.aliases),
@@ -147,6 +160,7 @@ def print_step(facts: StepFacts, console: Console) -> None:
         "written by": safe(f"keepstep {versions.keepstep}, torch {versions.torch}, python {versions.python}"),
         "processor": safe(versions.cpu),
         "code": safe(versions.code),
+        "config": safe(config_words(facts.config)),
         "format": f"{facts.format}, attempt {safe(facts.save_id)}",
         "metrics": metric_words(facts.metrics),
     }

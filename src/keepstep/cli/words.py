@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+import msgspec
 
 from keepstep.format.layout import Layout, Mesh, parts
 
 __all__ = [
     "age_s",
     "age_words",
+    "config_words",
     "layout_words",
     "metric_words",
     "piece_count",
@@ -19,6 +22,8 @@ __all__ = [
     "time_words",
 ]
 
+SHOWN_CONFIG = 40
+MAX_DEPTH = 32
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -67,6 +72,22 @@ def time_words(seconds: float) -> str:
 def metric_words(metrics: Mapping[str, float | None]) -> str:
     """``loss=1.25 accuracy=0.5``; what was not a finite number is ``nan``."""
     return " ".join(f"{safe(name)}={'nan' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
+
+
+def config_words(config: bytes | msgspec.Raw) -> str:
+    """``lr=0.1 model.depth=12``: a configuration's entries by their path; empty where there is none."""
+    entries = list(_entries(msgspec.json.decode(config), ""))
+    more = f" and {len(entries) - SHOWN_CONFIG} more (--json lists all)" if len(entries) > SHOWN_CONFIG else ""
+    return " ".join(entries[:SHOWN_CONFIG]) + more
+
+
+def _entries(value: object, path: str, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, dict) and value and depth < MAX_DEPTH:
+        for key, item in value.items():
+            yield from _entries(item, f"{path}.{key}" if path else key, depth + 1)
+    elif value is not None or path:
+        text = value if isinstance(value, str) and value else msgspec.json.encode(value).decode()
+        yield f"{path}={text}" if path else text
 
 
 def plural(count: int, thing: str) -> str:

@@ -122,7 +122,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """See the module's text. ``tensors`` is in the order of the state; ``aliases`` maps a tied key to where it is stored.
 
     The fields down to ``metrics`` are the head: they come first in the file and say which step this is. A metric that is
-    not a finite number (a loss that diverged) is null in JSON, and None when it is read back.
+    not a finite number (a loss that diverged) is null in JSON, and None when it is read back. ``config`` is what the run
+    said of its configuration: JSON of any shape, for people and their tools. A load compares it and gives nothing back.
     """
 
     format: tuple[int, int]
@@ -133,6 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None] = {}
     world_size: int
     versions: Versions
+    config: msgspec.Raw = msgspec.Raw(b"null")
     fingerprint: str = ""
     components: dict[str, Component]
     aliases: dict[str, str] = {}

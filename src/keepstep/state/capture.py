@@ -29,6 +29,7 @@ from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
+from keepstep.state.provenance import NO_CONFIG
 from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
 from keepstep.state.rng import as_stateful
 from keepstep.state.shard import LayoutTable, is_dtensor
@@ -50,6 +51,7 @@ class Snapshot:
     ``tree`` and ``own_tree`` are encoded plain values: shared by all ranks, and this rank's own. ``locals`` holds, for
     each tensor of ``structure``, the live local tensors of this rank; ``own`` holds tensors that belong to this rank alone.
     ``late`` are the indices of tensors that nothing but an optimizer's step changes: they may be copied until then.
+    ``config`` is JSON for the record.
     """
 
     tree: bytes
@@ -60,6 +62,7 @@ class Snapshot:
     aliases: dict[str, str]
     components: dict[str, Component]
     late: frozenset[int]
+    config: bytes = NO_CONFIG
 
 
 def capture(
@@ -124,6 +127,7 @@ def capture(
         aliases=collector.aliases,
         components=components,
         late=frozenset(collector.late),
+        config=getattr(state, "config_record", NO_CONFIG),
     )
 
 
@@ -241,7 +245,8 @@ class Collector:
             inner = unwrap(value)
             first = buffer_names(inner) if broadcast_buffers(value) else set()
             self._first_wins = frozenset(join(path, name) for name in first)
-            tree = self._recalled(module_state(inner), path)
+            every = getattr(self.state, "non_persistent_buffers", False)
+            tree = self._recalled(module_state(inner, every_buffer=every), path)
             self._first_wins = frozenset()
             return ObjectNode("module", type(inner).__name__, tree)
         if isinstance(value, torch.optim.Optimizer):

@@ -11,7 +11,10 @@ __all__ = ["ComponentReport", "Origin"]
 
 @dataclass(slots=True)
 class ComponentReport:
-    """What became of one component: counts of tensors and values, and the keys that were left out or made anew."""
+    """What became of one component: counts of tensors and values, and the keys that were left out or made anew.
+
+    ``noted`` is what else a person should know, such as whether the disk holds the attached files that the step holds.
+    """
 
     restored: int = 0
     cast: list[str] = field(default_factory=list)
@@ -20,6 +23,7 @@ class ComponentReport:
     reset: list[str] = field(default_factory=list)
     rederived: list[str] = field(default_factory=list)
     skipped: bool = False
+    noted: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

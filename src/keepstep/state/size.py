@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from keepstep.state.files import Files
 from keepstep.state.marks import Sharded
 from keepstep.state.shard import is_dtensor
 
@@ -44,6 +45,8 @@ def _bytes_of(value: Any, seen: set[int], world: int) -> float:
             return _bytes_of(value.state, seen, world)
         copies = 2 if "betas" in value.defaults else 1 if value.defaults.get("momentum") else 0
         return copies * sum(_tensor_bytes(p, world) for group in value.param_groups for p in group["params"])
+    if isinstance(value, Files):
+        return value.size_bytes / world
     if isinstance(value, Mapping):
         return sum(_bytes_of(item, seen, world) for item in value.values())
     if isinstance(value, list | tuple):

@@ -35,7 +35,8 @@ class TrainState(Mapping[str, Any]):
             None is left out, so that ``scaler=scaler if amp else None`` works.
 
     Raises:
-        UsageError: a component has one of the names ``rng``, ``progress`` and ``accumulation``.
+        UsageError: a component has one of the names ``rng``, ``progress`` and ``accumulation``; files that cannot be
+            attached, all listed; a configuration that is too large.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class TrainState(Mapping[str, Any]):
         self.progress = Progress()
         self.fenced_by_hand = False
         self.non_persistent_buffers = non_persistent_buffers
-        self.config = config_record(config)
+        self.config_record = config_record(config)
         self._components = {name: value for name, value in components.items() if value is not None}
         if files:
             self._components[FILES] = Files(files)
