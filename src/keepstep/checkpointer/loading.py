@@ -229,17 +229,17 @@ def load_step(
         bytes_read=read,
         bytes_needed=needed,
         components=binder.reports,
-        changed=_changed(ranks, manifest, into),
+        changed=_changed(ranks, manifest, into) if isinstance(into, TrainState) else (),
         seconds=timeline.seconds,
     )
 
 
-def _changed(ranks: Ranks, manifest: Manifest, into: Mapping[str, Any]) -> tuple[str, ...]:
+def _changed(ranks: Ranks, manifest: Manifest, state: TrainState) -> tuple[str, ...]:
     """How code and configuration differ from those of the step; a side that does not know its own says nothing."""
     code, saved = code_revision() if ranks.leads else "", manifest.versions.code
     notes = [f"code: {saved} when saved, {code} now"] if code and saved and code != saved else []
-    if isinstance(into, TrainState) and NO_CONFIG not in (into.config_record, bytes(manifest.config)):
-        notes.extend(f"config: {text}" for text in differences(bytes(manifest.config), into.config_record))
+    if NO_CONFIG not in (state.config_record, bytes(manifest.config)):
+        notes.extend(f"config: {text}" for text in differences(bytes(manifest.config), state.config_record))
     return tuple(notes)
 
 

@@ -46,7 +46,7 @@ from keepstep.move.writer import FileHead, Origin, ShardWriter
 from keepstep.plan.save_plan import Extra, FilePlan, rank_files
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.capture import Snapshot, capture
-from keepstep.state.provenance import code_revision
+from keepstep.state.provenance import NO_CONFIG, code_revision
 from keepstep.state.train_state import TrainState
 from keepstep.storage.base import Storage
 from keepstep.storage.local import Place, storage_of
@@ -213,9 +213,9 @@ def order_of(snapshot: Snapshot, agreed: Agreement, attempt: Attempt, world: int
             str(torch.__version__),
             platform.python_version(),
             torch.backends.cpu.get_cpu_capability(),
-            code_revision(),
+            code_revision() if snapshot.config else "",
         ),
-        config=msgspec.Raw(snapshot.config),
+        config=msgspec.Raw(snapshot.config or NO_CONFIG),
         fingerprint=agreed.plan.fingerprint,
         components={**elsewhere, **snapshot.components},
         aliases=dict(agreed.aliases),

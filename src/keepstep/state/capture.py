@@ -29,7 +29,6 @@ from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
-from keepstep.state.provenance import NO_CONFIG
 from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
 from keepstep.state.rng import as_stateful
 from keepstep.state.shard import LayoutTable, is_dtensor
@@ -51,7 +50,7 @@ class Snapshot:
     ``tree`` and ``own_tree`` are encoded plain values: shared by all ranks, and this rank's own. ``locals`` holds, for
     each tensor of ``structure``, the live local tensors of this rank; ``own`` holds tensors that belong to this rank alone.
     ``late`` are the indices of tensors that nothing but an optimizer's step changes: they may be copied until then.
-    ``config`` is JSON for the record.
+    ``config`` is JSON for the record; empty for a state that is no TrainState, of which nothing is recorded.
     """
 
     tree: bytes
@@ -62,7 +61,7 @@ class Snapshot:
     aliases: dict[str, str]
     components: dict[str, Component]
     late: frozenset[int]
-    config: bytes = NO_CONFIG
+    config: bytes = b""
 
 
 def capture(
@@ -127,7 +126,7 @@ def capture(
         aliases=collector.aliases,
         components=components,
         late=frozenset(collector.late),
-        config=getattr(state, "config_record", NO_CONFIG),
+        config=getattr(state, "config_record", b""),
     )
 
 
