@@ -46,6 +46,7 @@ __all__ = [
     "TrainState",
     "__version__",
     "async_save",
+    "data",
     "errors",
     "load",
     "open",
@@ -81,8 +82,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use."""
-    if name == "errors":
-        return import_module("keepstep.errors")
+    if name in ("data", "errors"):
+        return import_module(f"keepstep.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
