@@ -14,7 +14,9 @@
     ├─ CommitTimeoutError (TimeoutError)    commit-timeout    10   ranks that did not arrive in time
     ├─ StagingError (MemoryError)           staging           11   no memory for the arena, or it changed meanwhile
     ├─ AgentError (ConnectionError)         agent             12   the background agent died or cannot be reached
-    └─ RunOwnedError (RuntimeError)         run-owned         13   another job is writing to this root
+    ├─ RunOwnedError (RuntimeError)         run-owned         13   another job is writing to this root
+    ├─ DrillError (RuntimeError)            drill             14   a resumed run was not the run that would have been
+    └─ UnprovenError (RuntimeError)         unproven          15   a drill could not judge: it says why
 
 Preempted is not an error: it ends a training loop on purpose, after the last step was saved.
 
@@ -33,6 +35,7 @@ __all__ = [
     "CommitTimeoutError",
     "CorruptError",
     "DamageWarning",
+    "DrillError",
     "FormatError",
     "MismatchError",
     "Preempted",
@@ -42,6 +45,7 @@ __all__ = [
     "StepExistsError",
     "StepNotFoundError",
     "StorageError",
+    "UnprovenError",
     "UnsafeValueError",
     "UsageError",
     "listed",
@@ -220,6 +224,22 @@ class RunOwnedError(CheckpointError, RuntimeError):
     code = "run-owned"
     exit_status = 13
     remedy = "Stop the other job, or give this one a root of its own. Nothing was written."
+
+
+class DrillError(CheckpointError, RuntimeError):
+    """A drill has broken a promise: a run that was interrupted did not go on as the one that was not."""
+
+    code = "drill"
+    exit_status = 14
+    remedy = "Look at the first difference and its likely causes; traces and logs of the drill are kept."
+
+
+class UnprovenError(CheckpointError, RuntimeError):
+    """A drill could judge nothing: the script fails by itself, leaves no trace, or is another one at each run."""
+
+    code = "unproven"
+    exit_status = 15
+    remedy = "Have the script run to its end, the same way each time, with a Checkpointer; then drill again."
 
 
 class Preempted(Exception):

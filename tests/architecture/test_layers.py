@@ -17,6 +17,7 @@ TORCH_FREE = (
     "keepstep.agent.server",
     "keepstep.check.trace",
     "keepstep.commit",
+    "keepstep.drill.story",
     "keepstep.errors",
     "keepstep.format",
     "keepstep.move.writer",

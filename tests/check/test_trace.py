@@ -77,7 +77,7 @@ def test_a_torn_last_line_is_not_read_and_does_not_harm_the_next_start(tmp_path)
         writer.write(FIRST)
         writer.write(STEPPED)
     whole = path.read_bytes()
-    for cut in range(1, len(whole.splitlines(keepends=True)[1])):
+    for cut in range(1, len(whole.splitlines(keepends=True)[1]), 17):
         path.write_bytes(whole[:-cut])
         assert read_trace(tmp_path).ranks[0][0].records == ()
     path.write_bytes(whole[:-7])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from keepstep.check.causes import Evidence, explain
@@ -66,7 +66,7 @@ class Comparison:
 
     ``differing`` counts those that were not as they should have been; ``first`` is what to look at. ``worst`` is the loss
     that is furthest from the reference's, where losses were compared within a tolerance. ``notes`` say what was not judged,
-    and why.
+    and why. ``names`` are all that differs anywhere, on the same ranks.
     """
 
     steps: int
@@ -74,6 +74,7 @@ class Comparison:
     first: Difference | None
     worst: Lost | None = None
     notes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -81,7 +82,9 @@ class Comparison:
         return self.first is None
 
 
-def compare(reference: Trace, other: Trace, *, exact: bool, tolerance: float) -> Comparison:
+def compare(
+    reference: Trace, other: Trace, *, exact: bool, tolerance: float, ignore: Collection[str] = ()
+) -> Comparison:
     """Every step that ``other`` made, in each of its starts, beside the same step of ``reference``.
 
     Args:
@@ -90,38 +93,42 @@ def compare(reference: Trace, other: Trace, *, exact: bool, tolerance: float) ->
         exact: everything on the same rank to the last bit; otherwise samples over all ranks, and losses in tolerance.
         tolerance: of losses when not exact, relative. Losses are judged up to the first step for which a random stream of
             the reference has moved: on other ranks such a step is another one by right.
+        ignore: names that may differ on the same ranks, such as ``metrics/seconds``.
     """
-    return _compare_exactly(reference, other) if exact else _compare_worlds(reference, other, tolerance)
+    return _compare_exactly(reference, other, ignore) if exact else _compare_worlds(reference, other, tolerance)
 
 
 # --- the same ranks -------------------------------------------------------------------------------------------------
 
 
-def _compare_exactly(reference: Trace, other: Trace) -> Comparison:
+def _compare_exactly(reference: Trace, other: Trace, ignore: Collection[str]) -> Comparison:
     known = {(rank, step.place): step for rank, runs in reference.ranks.items() for run in runs for step in run.steps}
     found: list[Difference] = []
     steps: set[tuple[int, Place]] = set()
     wrong: set[tuple[int, Place]] = set()
+    names: set[str] = set()
     for number, start in enumerate(other.starts(), 1):
-        for rank, run in start.items():
-            for difference, place in _of_run(known, rank, run, number):
+        for run in start.values():
+            for difference, place in _of_run(known, run, number, ignore):
                 if not place[1]:
                     steps.add((number, place))
                 if difference is not None:
                     found.append(difference)
                     wrong.add((number, place))
+                    names |= {difference.what, *difference.others}
     if not found:
         return Comparison(len(steps), 0, None)
     first = min(found, key=lambda one: (one.start, one.step, one.micro, _order(one.what), one.rank or 0))
     lookup = {place: step for (rank, place), step in known.items() if rank == first.rank}
     its_run = other.starts()[first.start - 1].get(first.rank or 0)
-    return Comparison(len(steps), len(wrong), _explained(first, lookup, its_run))
+    return Comparison(len(steps), len(wrong), _explained(first, lookup, its_run), names=tuple(sorted(names)))
 
 
 def _of_run(
-    known: Mapping[tuple[int, Place], Stepped], rank: int, run: Run, number: int
+    known: Mapping[tuple[int, Place], Stepped], run: Run, number: int, ignore: Collection[str]
 ) -> Iterator[tuple[Difference | None, Place]]:
     """Each step of one rank's run, with what differs first in it."""
+    rank = run.began.rank
     expected_step = run.began.step + 1
     for step in run.steps:
         place = (step.step, step.micro)
@@ -134,7 +141,7 @@ def _of_run(
         if wanted is None:
             yield Difference(*place, rank, number, "progress", "made by the reference", "a step beyond it"), place
             continue
-        names = differing(wanted, step)
+        names = [name for name in differing(wanted, step) if name not in ignore]
         if not names:
             yield None, place
             continue

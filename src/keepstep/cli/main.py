@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 import keepstep
 from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_agents
+from keepstep.cli.drilling import drill_script
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.places import folder_at, is_step, root_at, step_at
 from keepstep.cli.showing import print_step, read_step
@@ -48,7 +49,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     name="keepstep",
-    help="Looks at the checkpoints of training runs: lists, shows and verifies them. Changes no run.",
+    help="Lists, shows and verifies the checkpoints of training runs, and drills training scripts. Changes no run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -144,6 +145,9 @@ def show_stats(
         _print_json(stats)
     else:
         print_stats(stats, _console())
+
+
+app.command("drill")(drill_script)
 
 
 @agent.command("status")
