@@ -481,3 +481,13 @@ def documented(command: str, *inside: str) -> set[str]:
     names = set(re.findall(r"^\| `(\w+)` \|", section, re.M))
     assert names, title
     return names
+
+
+def test_show_prints_the_configuration_and_the_code(tmp_path):
+    ks.save(
+        tmp_path / "step", ks.TrainState(config={"lr": 0.1, "model": {"depth": 2, "name": "a\x1b[1m"}, "none": None})
+    )
+    shown = call("show", tmp_path / "step").output
+    assert "lr=0.1 model.depth=2" in " ".join(shown.split())
+    assert "\x1b" not in shown
+    assert json.loads(call("show", tmp_path / "step", "--json").output)["config"]["model"]["depth"] == 2

@@ -25,6 +25,7 @@ MAX_CONFIG_BYTES = 1 << 16
 MAX_DEPTH = 32
 GIT_LIMIT_S = 2.0
 SHOWN = 10
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -72,25 +73,19 @@ def differences(saved: bytes, now: bytes) -> list[str]:
 
 @functools.cache
 def _revision_at(folder: str) -> str:
-    # No tag is taken for the commit; and git is not to write to a repository that is only looked at.
-    asked = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        folder,
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    # One question for both, by which git does not write to a repository that is only looked at.
+    asked = ["git", "--no-optional-locks", "-C", folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         ran = subprocess.run(
             asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIT_LIMIT_S, check=False
         )
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return ""
-    return ran.stdout.strip() if ran.returncode == 0 else ""
+    lines = ran.stdout.splitlines() if ran.returncode == 0 else []
+    commit = next((line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")), "")
+    if not _COMMIT.fullmatch(commit):
+        return ""
+    return f"{commit}-dirty" if any(not line.startswith("# ") for line in lines) else commit
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -118,7 +113,11 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, str | Path):
         return str(value).encode(errors="replace").decode()
     named = getattr(value, "__qualname__", None)
-    text = f"{value.__module__}.{named}" if isinstance(named, str) else _ADDRESS.sub("", repr(value))
+    text = (
+        f"{value.__module__}.{named}"
+        if isinstance(named, str)
+        else _ADDRESS.sub("", repr(value) if isinstance(value, bytes | bytearray) else str(value))
+    )
     return text.encode(errors="replace").decode()
 
 
@@ -132,7 +131,7 @@ def _flat(value: Any, path: str, depth: int = 0) -> list[tuple[str, Any]]:
     if isinstance(value, dict) and value and depth <= MAX_DEPTH:
         found = (_flat(item, f"{path}.{key}" if path else key, depth + 1) for key, item in value.items())
         return [entry for entries in found for entry in entries]
-    return [(path or "config", value)] if value is not None or path else []
+    return [(path or "config", value)] if path or value not in (None, {}) else []
 
 
 def _word(entries: dict[str, Any], key: str) -> str:
