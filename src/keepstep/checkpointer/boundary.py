@@ -110,8 +110,8 @@ class Boundaries(Closing):
     def _prove(self, step: int) -> None:
         """Finds parts that stood still before the first boundary, and have moved once before each of the next.
 
-        That is what a part looks like whose turn comes after the boundary. One boundary more than that shows it would not
-        do: a scheduler that moves every other step looks the same up to there.
+        That is what a part looks like whose turn comes after the boundary. After two boundaries it is too early to say so:
+        a scheduler that moves at every other step looks the same up to there.
         """
         usual = {name: tuple(moved[name] for moved in self._moves) for name in self._moves[0]}
         once, late = (1,) * PROVED_AFTER, (0,) + (1,) * (PROVED_AFTER - 1)
