@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from keepstep.data.order import Cut, Order, Tail
+from keepstep.data.order import Cut, GlobalBatch, Order, Tail
 from keepstep.errors import MismatchError, UsageError, listed
 
 __all__ = ["Dealing", "Dealt", "Position", "current_ranks"]
 
 MOST_IDS = 1 << 17
 """So many consumed samples are remembered for whoever asks which they were: nobody may ever ask."""
+AT_ONCE = 32
 _OVER = (
     "this iteration is over: a new one was begun, set_epoch was called or a state was loaded since. Call restore() before"
     " iter(), and iterate over a loader in one place at a time"
@@ -148,13 +150,11 @@ class Position:
 
     def _deal(self, epoch: int, start: int, turn: object) -> Iterator[Dealt]:
         cut, rank = self.dealing.cut()
-        order = self.dealing.order
-        for batch in cut.batches(start):
+        for batch, ids in _with_ids(cut, rank, self.dealing.order, epoch, start):
             if self._turn is not turn:
                 raise UsageError(_OVER)
             self._resumed = False
-            positions = np.array(cut.share(batch, rank)) % cut.samples
-            dealt = Dealt(epoch, tuple(order.ids(epoch, positions)), batch.stop, batch.size, cut.size)
+            dealt = Dealt(epoch, tuple(ids), batch.stop, batch.size, cut.size)
             self._ahead.append(dealt)
             yield dealt
 
@@ -269,3 +269,13 @@ class Position:
             )
         self._begin(int(state["epoch"]), int(state["consumed"]))
         self._told, self._resumed, self._ids, self._too_many = 0, True, [], False
+
+
+def _with_ids(cut: Cut, rank: int, order: Order, epoch: int, start: int) -> Iterator[tuple[GlobalBatch, list[int]]]:
+    """A rank's samples of every global batch from that position on. Found for many batches at once: it costs the same."""
+    batches = cut.batches(start)
+    while some := list(islice(batches, AT_ONCE)):
+        shares = [cut.share(batch, rank) for batch in some]
+        ids = iter(order.ids(epoch, np.concatenate([np.array(share) for share in shares]) % cut.samples))
+        for batch, share in zip(some, shares, strict=True):
+            yield batch, list(islice(ids, len(share)))
