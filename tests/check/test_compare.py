@@ -198,6 +198,26 @@ def test_an_update_that_differs_names_the_part_that_differed_before_it():
     assert said(other).startswith("the optimizer's state already differed before this step.")
 
 
+def with_more(number: int, **changes) -> Stepped:
+    """A step of a state that has two components of names that nobody knows."""
+    return step(number, parts={**step(number).parts, "average": "@", "tutor": "@"} | changes)
+
+
+def test_a_component_of_any_name_comes_after_those_whose_part_in_an_update_is_known():
+    reference = trace(run(*map(with_more, range(1, 9))))
+    other = trace(run(with_more(5, average="?", model="?", optimizer="?"), at=4))
+    assert (first(other, reference).what, first(other, reference).others) == ("model", ("optimizer", "average"))
+
+
+def test_what_does_not_differ_alone_is_not_said_to():
+    reference = trace(run(*map(with_more, range(1, 9))))
+    both = with_more(5, average="?", tutor="?")
+    other = trace(run(both, at=4, parts=with_more(4, average="?").parts))
+    assert said(other, reference) == "average already differed before this step."
+    other = trace(run(both, at=4, parts=with_more(4).parts))
+    assert said(other, reference) == "average, tutor differ: is all that they are computed from in TrainState?"
+
+
 # --- another number of ranks ----------------------------------------------------------------------------------------
 
 

@@ -182,7 +182,12 @@ def _component(seen: Evidence) -> list[str]:
         "scaler": "Only the loss scaler differs: is it in TrainState(scaler=...), and is `update()` called before step()?",
         "data": "Only the data's own state differs; later batches may differ.",
     }
-    return [known.get(kind, f"Only {seen.what!r} differs: nothing that was traced depends on it yet.")]
+    causes = [f"{_listed(seen.before)} already differed before this step."] if seen.before else []
+    if kind in known or all(name.startswith("rng/") for name in seen.others):
+        causes.append(known.get(kind, f"Only {seen.what!r} differs: nothing that was traced depends on it yet."))
+    elif not causes:
+        causes.append(f"{_listed((seen.what, *seen.others))} differ: is all that they are computed from in TrainState?")
+    return causes
 
 
 def _random(names: tuple[str, ...]) -> tuple[str, ...]:

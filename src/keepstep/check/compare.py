@@ -166,7 +166,8 @@ def _order(name: str) -> tuple[int, int, str]:
         return kinds.index(kind), 0, name
     if kind in _RELEVANCE:
         return len(kinds), _RELEVANCE.index(kind), name
-    return len(kinds) + (name.startswith(_RANDOM)), 0, name
+    # Components of other names come after those whose part in an update is known.
+    return len(kinds) + (name.startswith(_RANDOM)), len(_RELEVANCE), name
 
 
 def _explained(first: Difference, known: Mapping[Place, Stepped], run: Run | None) -> Difference:
