@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -22,7 +23,8 @@ __all__ = ["Job", "agent_pid", "kill_agent", "log_tail", "stop_agent"]
 GONE_S = 20.0
 SETTLE_S = 120.0
 LOOK_S = 0.002
-TAIL_BYTES, TAIL_LINES = 8192, 15
+TAIL_BYTES, TAIL_LINES, TAIL_ERRORS = 1 << 16, 12, 4
+_ERROR = re.compile(r"^(\[\w+\]: ?)?[\w.]*(Error|Exception|Exit)\b.*:")
 _AGENT = b"keepstep.agent.server"
 
 
@@ -151,12 +153,13 @@ def stop_agent(root: str, *, now: bool) -> None:
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a log."""
+    """The last lines of a log; before them the errors of ranks, which launchers bury below words of their own."""
     try:
         with log.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
-            text = stream.read().decode(errors="replace")
+            lines = stream.read().decode(errors="replace").rstrip().splitlines()
     except OSError:
         return ""
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    errors = [line for line in lines[:-TAIL_LINES] if _ERROR.match(line)][:TAIL_ERRORS]
+    return "\n".join([*errors, *(["…"] if errors else []), *lines[-TAIL_LINES:]])

@@ -239,9 +239,13 @@ def _kills(plan: Plan, baseline: Baseline) -> Doing:
         for number in range(1, plan.kills + 2):
             trigger = None
             if number <= plan.kills:
-                left = plan.kills - number + 1
                 trigger = Trigger(
-                    moments[number - 1], last=baseline.last, left=left, dues=baseline.dues, pace=baseline.pace
+                    moments[number - 1],
+                    last=baseline.last,
+                    left=plan.kills - number + 1,
+                    dues=baseline.dues,
+                    pace=baseline.pace,
+                    first=newest_committed(place.root) < 0,
                 )
             start = replace(_start(plan, "kills", place, stop_at=plan.steps), number=number)
             ends.append((yield from run(start, trigger)))

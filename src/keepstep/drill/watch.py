@@ -100,12 +100,15 @@ class Trigger:
         left: how many kills are to come, this one included.
         dues: the steps at which the reference saved.
         pace: how long the reference's steps and its saves took, in seconds.
+        first: whether nothing was committed yet. Then the first save is left to finish: a run of which there is nothing but
+            an attempt asks a person before it starts from zero beside it, and this drill is not one.
     """
 
     def __init__(
-        self, moment: Moment, *, last: int, left: int, dues: tuple[int, ...], pace: tuple[float, float]
+        self, moment: Moment, *, last: int, left: int, dues: tuple[int, ...], pace: tuple[float, float], first: bool
     ) -> None:
         self._moment, self._last, self._left, self._dues = moment, last, left, dues
+        self._first = first
         self._step_s, self._save_s = pace
         self._at: float | None = None
         self.why = ""
@@ -115,11 +118,23 @@ class Trigger:
         """Whether now is the moment. Call it often."""
         if self._at is None and seen.begun:
             self._aim(seen, now_s)
-        return self._at is not None and now_s >= self._at
+        if self._at is None or now_s < self._at:
+            return False
+        if not self._is_safe(seen):
+            self.why = "once the first step was committed"
+            return False
+        return True
+
+    def _is_safe(self, seen: Seen) -> bool:
+        """Whether something is committed, or nothing was begun and nothing is about to be."""
+        if not self._first or seen.newest("committed") >= 0:
+            return True
+        return seen.newest("due") < 0 and not (self._dues and seen.step >= self._dues[0] - 1)
 
     def _aim(self, seen: Seen, now_s: float) -> None:
         """Sets the time, once what was waited for has come."""
-        kind, step = target_step(self._moment, begin=seen.begin, last=self._last, left=self._left, dues=self._dues)
+        dues = self._dues[1:] if self._first else self._dues
+        kind, step = target_step(self._moment, begin=seen.begin, last=self._last, left=self._left, dues=dues)
         due = seen.newest("due")
         if kind == "save" and due >= step:
             self._at, self.why = now_s + self._moment.late * self._save_s, f"inside the save of step {due}"
