@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from keepstep.errors import Preempted
     from keepstep.format.manifest import VERSION as __version__
     from keepstep.format.registry import register
-    from keepstep.state import TrainState, per_rank, sharded
+    from keepstep.state import Coordinates, TrainState, per_rank, sharded
     from keepstep.storage.local import LocalStorage
     from keepstep.storage.memory import MemoryStorage
 
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "Coordinates",
     "Every",
     "Keep",
     "LoadReport",
@@ -59,6 +60,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "keepstep.checkpointer.opened",
     "Checkpointer": "keepstep.checkpointer",
+    "Coordinates": "keepstep.state",
     "Every": "keepstep.checkpointer",
     "Keep": "keepstep.commit.retention",
     "LoadReport": "keepstep.checkpointer",

@@ -149,8 +149,8 @@ def test_what_belongs_to_a_rank_follows_its_rule(rank_pool, tmp_path):
     assert [position for position, *_ in more] == [10, 11, -1, -1]
     assert [first for _, first, *_ in more[:2]] == streams
     assert len({repr(first) for _, first, *_ in more}) == 4
-    assert [bool(rng.rederived) for *_, rng, _ in more] == [False, False, True, True]
-    assert [bool(loader.reset) for *_, loader in more] == [True] * 4
+    assert [rng.rederived for *_, rng, _ in more] == [["rng: new on ranks 2..3"]] * 4
+    assert [loader.reset for *_, loader in more] == [["loader: as before the load on ranks 2..3"]] * 4
     again = rank_pool(4)(load_own_parts, folder)
     assert [first for _, first, *_ in again] == [first for _, first, *_ in more]
 

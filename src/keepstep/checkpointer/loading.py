@@ -37,11 +37,12 @@ from keepstep.format.manifest import (
     Manifest,
     parse_manifest,
 )
-from keepstep.format.objects import ObjectNode, TensorRef, TorchValue, decode
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, decode
 from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.files import FILES, Files
+from keepstep.state.own import OwnValues
 from keepstep.state.provenance import NO_CONFIG, code_revision, differences
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.restore import Binder
@@ -186,29 +187,30 @@ def load_step(
     timeline = Timeline()
     with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
         tree, own = read_trees(storage, manifest, ranks.rank)
-        origin = Origin(manifest.world_size, manifest.aliases, own)
+        origin = Origin(manifest.world_size, manifest.aliases, own, manifest.step)
         table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
         binder = Binder(table, into, origin, options.strict, options.cast)
         bind_all(binder, into, tree if options.rename is None else renamed_tree(tree, options.rename), options)
+        values = OwnValues(binder)
+        if binder.slots:
+            owners = values.choose()
+            values.bind(read_own(storage, manifest, owners, {own_rank(manifest, ranks.rank): own}))
         posted = phase.gather(msgspec.msgpack.encode((binder.mismatches, list(binder.surplus))))
         none = not posted or all(raw == _NO_DIFFERENCES for raw in posted)
         differences = phase.broadcast(_NO_DIFFERENCES if none else _together(posted or []))
         if binder.surplus or differences != _NO_DIFFERENCES:
             binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
         if binder.mismatches:
-            raise MismatchError(
-                f"step {manifest.step} in {storage.url} (ranks: {manifest.world_size} when saved, {ranks.world} now)"
-                f" does not fit the target: {len(binder.mismatches)} differences",
-                [*binder.mismatches, *_hints(binder)],
-                "Nothing was changed.",
-            )
+            raise _mismatch(manifest, storage.url, binder)
     with no_collection(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("read"):
             stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
             pieces = find_pieces(stored, binder.wants, ranks.rank)
             read = read_pieces(storage, manifest, pieces, wants=binder.wants, targets=binder.targets)
-            if binder.own_targets:
-                read += read_named(storage, manifest, STATE_FOLDER, rank=ranks.rank, targets=dict(binder.own_targets))
+            for owner, targets in binder.own_targets.items():
+                read += read_named(storage, manifest, STATE_FOLDER, rank=owner, targets=dict(targets))
+            if binder.slots:
+                values.call_rules()
         with timeline.span("agree"):
             answers = phase.gather(b"")
             phase.broadcast(b"" if answers is not None else None)
@@ -274,11 +276,35 @@ def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[st
     values = {} if values_of_rank is None else decode(values_of_rank.numpy().tobytes())
     if not isinstance(tree, dict) or not isinstance(values, dict):
         raise CorruptError(f"{storage.url}: the plain values are not a mapping")
-    _prove_references([tree, values], manifest)
+    _prove_references([tree], manifest)
+    _prove_references([values], manifest, own=True)
     return tree, values
 
 
-def _prove_references(pending: list[Any], manifest: Manifest) -> None:
+def own_rank(manifest: Manifest, rank: int) -> int:
+    """The rank of the step whose own values ``read_trees`` gives to a rank."""
+    return rank if rank < manifest.world_size else 0
+
+
+def read_own(
+    storage: Storage, manifest: Manifest, owners: Sequence[int], known: dict[int, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """The values that each of these ranks has saved for itself, by rank and key; those that are ``known`` are not read."""
+    found = dict(known)
+    for owner in owners:
+        if owner not in found:
+            raw: dict[str, torch.Tensor | None] = {OWN_NAME: None}
+            read_named(storage, manifest, STATE_FOLDER, rank=owner, targets=raw)
+            data = raw[OWN_NAME]
+            values = {} if data is None else decode(data.numpy().tobytes())
+            if not isinstance(values, dict):
+                raise CorruptError(f"{storage.url}: the own values of rank {owner} are not a mapping")
+            _prove_references([values], manifest, own=True)
+            found[owner] = values
+    return found
+
+
+def _prove_references(pending: list[Any], manifest: Manifest, *, own: bool = False) -> None:
     """Tensors that the values name are those of the manifest, or fit into a state file: memory is made by their shape."""
     specs = {spec.key: spec for spec in manifest.tensors}
     largest = max((record.data_bytes for record in manifest.files.get(STATE_FOLDER, ())), default=0)
@@ -293,6 +319,11 @@ def _prove_references(pending: list[Any], manifest: Manifest) -> None:
         elif type(node) is TorchValue:
             # Made once for the sake of its error: nothing may be given back before everything is known to be right.
             materialise(node, {})
+        elif type(node) is RankRef:
+            if own or any(not 0 <= owner < manifest.world_size for owner in node.owners):
+                raise CorruptError(f"{node.key!r} belongs to a rank that is not there, or to another value of a rank")
+        elif type(node) is TensorRef and own != node.own:
+            raise CorruptError(f"{node.key!r} belongs to all ranks in one place, and to one rank in another")
         elif type(node) is TensorRef and node.own:
             extent = math.prod(max(size, 1) for size in node.shape)
             possible = node.dtype in ITEM_BYTES and all(size >= 0 for size in node.shape) and extent <= MAX_ELEMENTS
@@ -327,6 +358,15 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
             binder.reports[name] = ComponentReport(noted=["attached now, none in the step"])
         elif name not in tree and (options.only is None or name in options.only):
             binder.lack_component(name, f"in the target, not in the checkpoint, which has {', '.join(tree)}")
+
+
+def _mismatch(manifest: Manifest, url: str, binder: Binder) -> MismatchError:
+    worlds = f"(ranks: {manifest.world_size} when saved, {binder.table.world} now)"
+    return MismatchError(
+        f"step {manifest.step} in {url} {worlds} does not fit the target: {len(binder.mismatches)} differences",
+        [*binder.mismatches, *_hints(binder)],
+        "Nothing was changed.",
+    )
 
 
 def _hints(binder: Binder) -> list[str]:

@@ -54,10 +54,17 @@ class TensorRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankRef(msgspec.Struct, frozen=True):
-    """A value that every rank has of its own, found in the rank's state file under ``key``; ``rule`` is for a new world."""
+    """A value that every rank has of its own, found in the rank's state file under ``key``; ``rule`` is for a new world.
+
+    Where ranks share one by their place in a mesh, ``names`` and ``sizes`` are the dimensions that tell places apart, and
+    ``owners`` has for every place, row-major, the rank whose file holds the value.
+    """
 
     key: str
     rule: str = "error"
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
 
 
 class ObjectNode(msgspec.Struct, frozen=True):
@@ -226,7 +233,8 @@ def _lower_defaultdict(value: defaultdict[Any, Any], path: str, depth: int, refu
 
 
 def _lower_rank_ref(value: RankRef, _path: str, _depth: int, _refused: list[str]) -> Any:
-    return {"$": "per_rank", "key": value.key, "rule": value.rule}
+    lowered: dict[str, Any] = {"$": "per_rank", "key": value.key, "rule": value.rule}
+    return lowered | {"names": value.names, "sizes": value.sizes, "owners": value.owners} if value.names else lowered
 
 
 def _lower_object(value: ObjectNode, path: str, depth: int, refused: list[str]) -> Any:
@@ -330,6 +338,14 @@ def _read_class(plain: dict[str, Any], depth: int) -> Any:
     return made
 
 
+def _read_rank_ref(plain: dict[str, Any], _depth: int) -> RankRef:
+    ref = msgspec.convert({key: value for key, value in plain.items() if key != "$"} | {"rule": plain["rule"]}, RankRef)
+    places = math.prod(ref.sizes) if ref.names else 0
+    if len(ref.names) != len(ref.sizes) or len(ref.owners) != places or any(size < 1 for size in ref.sizes):
+        raise ValueError(f"{len(ref.owners)} owners of places in {ref.names} of {ref.sizes}")
+    return ref
+
+
 _READ: dict[str, Callable[[dict[str, Any], int], Any]] = {
     **READ_ATOM,
     "dict": lambda plain, depth: dict(_pairs(plain, depth)),
@@ -344,7 +360,7 @@ _READ: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "dataclass": _read_class,
     "class": _read_class,
     "tensor": lambda plain, _depth: msgspec.convert({k: v for k, v in plain.items() if k != "$"}, TensorRef),
-    "per_rank": lambda plain, _depth: RankRef(str(plain["key"]), str(plain["rule"])),
+    "per_rank": _read_rank_ref,
     "object": lambda plain, depth: ObjectNode(str(plain["kind"]), str(plain["type"]), _raise_up(plain["v"], depth)),
     "torch.size": lambda plain, _depth: TorchValue("size", str(plain["v"])),
     "torch.dtype": lambda plain, _depth: TorchValue("dtype", str(plain["v"])),

@@ -24,16 +24,18 @@ from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Mesh, Structure, TensorSpec
 from keepstep.format.manifest import STATE_FOLDER, Component, safe_folder
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, encode, join
+from keepstep.state.choice import rank_ref
 from keepstep.state.fence import has_hook
 from keepstep.state.marks import PerRank, Sharded
 from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
 from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
-from keepstep.state.rng import as_stateful
+from keepstep.state.rng import GENERATOR, as_stateful, is_generator
 from keepstep.state.shard import LayoutTable, is_dtensor
+from keepstep.state.snapshot import SharedValue, Snapshot
 
-__all__ = ["Collector", "Snapshot", "capture", "names_of"]
+__all__ = ["Collector", "SharedValue", "Snapshot", "capture", "names_of"]
 
 LARGE_ARRAY_BYTES = 1 << 16
 MAX_FOLDERS = 12
@@ -41,27 +43,6 @@ _KINDS: dict[type, str] = {RankRef: "per_rank", TensorRef: "tensor"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A state at one step boundary.
-
-    ``tree`` and ``own_tree`` are encoded plain values: shared by all ranks, and this rank's own. ``locals`` holds, for
-    each tensor of ``structure``, the live local tensors of this rank; ``own`` holds tensors that belong to this rank alone.
-    ``late`` are the indices of tensors that nothing but an optimizer's step changes: they may be copied until then.
-    ``config`` is JSON for the record; empty for a state that is no TrainState, of which nothing is recorded.
-    """
-
-    tree: bytes
-    own_tree: bytes
-    structure: Structure
-    locals: tuple[tuple[torch.Tensor, ...], ...]
-    own: tuple[tuple[str, str, torch.Tensor], ...]
-    aliases: dict[str, str]
-    components: dict[str, Component]
-    late: frozenset[int]
-    config: bytes = b""
 
 
 def capture(
@@ -109,6 +90,8 @@ def capture(
         (recall or Recall()).clear()
         return capture(state, rank=rank, world=world, overlap=overlap, recall=recall)
     encoded = encode(tree, refused=collector.refused)
+    for one in collector.shared:
+        encode(one.value, one.key, refused=collector.refused)
     for key, value in collector.own_values.items():
         encode(value, key, refused=collector.refused)
     own = encode(collector.own_values, refused=[]) if collector.own_values else b""
@@ -126,6 +109,7 @@ def capture(
         aliases=collector.aliases,
         components=components,
         late=frozenset(collector.late),
+        shared=tuple(collector.shared),
         config=getattr(state, "config_record", b""),
     )
 
@@ -186,6 +170,7 @@ class Collector:
     locals: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     own_values: dict[str, Any] = field(default_factory=dict)
     own: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+    shared: list[SharedValue] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     tensor_bytes: int = 0
@@ -257,9 +242,10 @@ class Collector:
             }
             self._stepped = False
             return ObjectNode("optimizer", type(value).__name__, tree)
-        holder = as_stateful(value)
-        if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
-            return ObjectNode("stateful", type(value).__name__, self.visit(holder.state_dict(), path))
+        if is_generator(value):
+            return ObjectNode(GENERATOR, type(value).__name__, as_stateful(value).state_dict())
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
         return value
 
     def _walk(self, tree: dict[str, Any], path: str) -> dict[Any, Any]:
@@ -316,10 +302,23 @@ class Collector:
         if self._inside_rank:
             self.refused.append(f"{path}: per_rank inside per_rank")
             return None
+        scope, before = value.scope, len(self.own)
+        if scope is not None and len(scope.places) != self.table.world:
+            held = f"{len(scope.places)} of {self.table.world} ranks"
+            self.refused.append(f"{path}: the mesh of its per_rank holds {held}; give it one with all of them")
+            return None
         self._inside_rank = True
-        self.own_values[path] = self.visit(value.value, path)
+        node = self.visit(value.value, path)
         self._inside_rank = False
-        return RankRef(path, value.on_world_change)
+        ref = rank_ref(path, value)
+        if scope is not None:
+            place = scope.places[self.table.rank]
+            self.shared.append(SharedValue(path, place, node, tuple(tensor for *_, tensor in self.own[before:])))
+            if ref.owners[place] != self.table.rank:
+                del self.own[before:]
+                return ref
+        self.own_values[path] = node
+        return ref
 
     def _tensor(self, value: Any, path: str, form: str | None = None) -> Any:
         inner = None if type(value) in (torch.Tensor, nn.Parameter, Sharded) or is_dtensor(value) else wrapped(value)

@@ -6,6 +6,7 @@ from typing import Any
 
 from keepstep.errors import MismatchError
 from keepstep.format.objects import ObjectNode, TensorRef, join
+from keepstep.state.rng import GENERATOR
 
 __all__ = ["merge_trees"]
 
@@ -37,6 +38,11 @@ def _merge(trees: Ranked, path: str, problems: list[str], *, inside: bool) -> An
         return first
     if all(type(tree) is ObjectNode for _, tree in trees):
         kinds = {tree.kind for _, tree in trees}
+        if GENERATOR in kinds:
+            # Its state is one thing: which of its many numbers differ tells nobody anything.
+            others = ", ".join(str(group[0]) for group, tree in trees[1:] if not _same(first, tree))
+            problems.append(f"{path}: the generator of rank {ranks[0]} is not where that of rank {others} is")
+            return first
         joinable = kinds == {"module"} or kinds == {"optimizer"}
         inner = [(group, tree.tree) for group, tree in trees]
         merged = _merge_optimizers(inner, path, problems) if kinds == {"optimizer"} else None

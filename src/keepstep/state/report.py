@@ -28,8 +28,9 @@ class ComponentReport:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a checkpoint comes from, as far as binding needs to know: its world, ties, and this rank's own values."""
+    """Where a checkpoint comes from, as far as binding needs to know: its step, world, ties, and this rank's own values."""
 
     world: int
     aliases: Mapping[str, str]
     own: Mapping[str, Any]
+    step: int = 0
