@@ -38,6 +38,7 @@ __all__ = [
     "DrillError",
     "FormatError",
     "MismatchError",
+    "PositionWarning",
     "Preempted",
     "RankFailedError",
     "RunOwnedError",
@@ -64,6 +65,10 @@ def listed(lines: Iterable[str], shown: int = SHOWN) -> str:
 
 class DamageWarning(UserWarning):
     """A committed step was skipped because it is damaged; the message says what is wrong with it."""
+
+
+class PositionWarning(UserWarning):
+    """A data source that is being saved cannot say where it stands; the message says what a resume will do."""
 
 
 class CheckpointError(Exception):

@@ -1,6 +1,16 @@
 """Samplers and loaders whose position survives a resume, and a resume on another number of ranks."""
 
 from keepstep.data.loader import ResumableLoader
+from keepstep.data.packing import PackingCollator
+from keepstep.data.reader import StreamReader
 from keepstep.data.samplers import ResumableBatchSampler, ResumableSampler
+from keepstep.data.streams import ShardedSource
 
-__all__ = ["ResumableBatchSampler", "ResumableLoader", "ResumableSampler"]
+__all__ = [
+    "PackingCollator",
+    "ResumableBatchSampler",
+    "ResumableLoader",
+    "ResumableSampler",
+    "ShardedSource",
+    "StreamReader",
+]

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from keepstep.data.order import Cut, GlobalBatch, Order, Tail
 from keepstep.errors import MismatchError, UsageError, listed
 
-__all__ = ["Dealing", "Dealt", "Position", "current_ranks"]
+__all__ = ["OVER", "Dealing", "Dealt", "Position", "current_ranks"]
 
 MOST_IDS = 1 << 17
 """So many consumed samples are remembered for whoever asks which they were: nobody may ever ask."""
 AT_ONCE = 32
-_OVER = (
+OVER = (
     "this iteration is over: a new one was begun, set_epoch was called or a state was loaded since. Call restore() before"
     " iter(), and iterate over a loader in one place at a time"
 )
@@ -152,7 +152,7 @@ class Position:
         cut, rank = self.dealing.cut()
         for batch, ids in _with_ids(cut, rank, self.dealing.order, epoch, start):
             if self._turn is not turn:
-                raise UsageError(_OVER)
+                raise UsageError(OVER)
             self._resumed = False
             dealt = Dealt(epoch, tuple(ids), batch.stop, batch.size, cut.size)
             self._ahead.append(dealt)
@@ -165,7 +165,7 @@ class Position:
             UsageError: the iteration that handed it out is over.
         """
         if not self._ahead:
-            raise UsageError(_OVER)
+            raise UsageError(OVER)
         dealt = self._ahead.popleft()
         self._epoch, self._consumed = dealt.epoch, dealt.stop
         if len(self._ids) + len(dealt.ids) > MOST_IDS:
