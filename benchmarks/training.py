@@ -65,8 +65,9 @@ class Trainer:
         self.model = train_gpt.spread(plain, "fsdp", ranks) if mesh else plain
         self.optimizer = train_gpt.make_optimizer(self.model, 1e-3)
         self.scheduler = train_gpt.make_scheduler(self.optimizer, 10, 100_000)
-        batches = train_gpt.Batches(train_gpt.python_sources(500_000), BLOCK, SAMPLES, 1)
-        self.training = train_gpt.Training(self.model, self.optimizer, self.scheduler, batches, ranks, False)
+        self.windows = train_gpt.Windows(train_gpt.python_sources(500_000), BLOCK)
+        self.share = range(context.rank, SAMPLES, context.world)
+        self.training = train_gpt.Training(self.model, self.optimizer, self.scheduler, ranks)
         # Hooks of all optimizers run before those of one: this comes first of all, since it is registered first.
         register_optimizer_step_pre_hook(self._reach)
         self.steps = 0
@@ -91,7 +92,10 @@ class Trainer:
             if boundary:
                 boundary(every > 0 and index % every == 0)
             trained = time.perf_counter()
-            self.training.step(self.training.batches.sample_ids(self.steps))
+            ids = [(self.steps * SAMPLES + mine) % len(self.windows) for mine in self.share]
+            tokens, targets = (torch.stack(part) for part in zip(*(self.windows[i] for i in ids), strict=True))
+            self.training.add(tokens, targets, last=True)
+            self.training.update()
             self.steps += 1
             seen.append(Step(began, trained, self._fenced, self._freed, time.perf_counter()))
         return seen

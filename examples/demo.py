@@ -22,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from keepstep.check.trace import read_trace
 
 STEPS, SAVE_EVERY = 12, 4
 MODEL = ["--n-layer", "6", "--n-head", "6", "--d-model", "192"]
@@ -46,23 +47,19 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Leg:
-    """One run of the training script: on how many ranks, where its checkpoints are, where its trace goes."""
+    """One run of the training script: on how many ranks, and in which folder."""
 
     ranks: int
     run: Path
-    trace: Path
     dropout: float = 0.1
-    staged: Path | None = None
 
     def start(self) -> subprocess.Popen[str]:
         """Starts it under torchrun, on a port that torchrun finds itself."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         options = ["--parallel", "fsdp", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), *MODEL]
-        files = ["--checkpoints", str(self.run), "--trace", str(self.trace), "--dropout", str(self.dropout)]
-        if self.staged:
-            files += ["--staged", str(self.staged)]
+        options += ["--checkpoints", str(self.run), "--trace", "--dropout", str(self.dropout)]
         return subprocess.Popen(
-            [sys.executable, *launcher, str(SCRIPT), *options, *files],
+            [sys.executable, *launcher, str(SCRIPT), *options],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -82,15 +79,28 @@ class Leg:
             if process.returncode != 0:
                 console.print(output, markup=False)
                 raise SystemExit(f"{what}: the training failed (status {process.returncode})")
-        trace = read_trace(self.trace)
+        trace = steps_of(self.run)
         console.print(f"  [green]done[/] {what}: steps {min(trace)} to {max(trace)}, {time.monotonic() - began:.0f} s")
         return trace
 
 
-def read_trace(path: Path) -> dict[int, dict]:
-    """Step -> samples, loss and parameter digest. A last line that was cut off by a kill does not count."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return {record["step"]: record for record in map(json.loads, lines)}
+def steps_of(run: Path) -> dict[int, dict]:
+    """What the newest start of a run did, step by step: samples over all ranks, loss, and digests of the parameters.
+
+    Only steps that every rank has finished.
+    """
+    found: dict[int, dict] = {}
+    starts = read_trace(run / "trace").starts()
+    ranks = list(starts[-1].values()) if starts else []
+    for step in ranks[0].steps if ranks else ():
+        others = [[one for one in rank.steps if one.step == step.step and not one.micro] for rank in ranks]
+        if all(others):
+            found[step.step] = {
+                "samples": sorted(sample for same in others for sample in same[-1].samples or ()),
+                "loss": step.loss,
+                "parameters": [same[-1].parts["model"] for same in others],
+            }
+    return found
 
 
 # --- the agent ------------------------------------------------------------------------------------------------------
@@ -224,9 +234,9 @@ def kill_once_staged(leg: Leg) -> Killed | None:
 
 def newest_staged(leg: Leg) -> int:
     """The newest step that every rank has copied."""
-    lines = leg.staged.read_text().split("\n")[:-1] if leg.staged and leg.staged.exists() else []
-    count = Counter(int(line.split()[0]) for line in lines)
-    return max((step for step, ranks in count.items() if ranks == leg.ranks), default=0)
+    starts = read_trace(leg.run / "trace").starts()
+    ranks = starts[-1].values() if starts else ()
+    return min((rank.saved("staged") for rank in ranks), default=0) if len(ranks) == leg.ranks else 0
 
 
 def was_killed(process: subprocess.Popen[str]) -> bool:
@@ -316,7 +326,7 @@ def main() -> int:
 
 def story(folder: Path) -> list[Verdict]:
     console.print(f"[bold]1[/]  The reference: {STEPS} steps on 2 ranks, a checkpoint every {SAVE_EVERY}")
-    reference = Leg(2, folder / "reference", folder / "reference.jsonl").finish("the reference")
+    reference = Leg(2, folder / "reference").finish("the reference")
 
     def judge(name: str, trace: dict[int, dict], run: Path, *, first: int, newest: int) -> Verdict:
         return on_disk(compare(name, trace, "reference", reference, first=first, exact=True), run, newest)
@@ -326,7 +336,7 @@ def story(folder: Path) -> list[Verdict]:
         shutil.copytree(killed, run)
         off = ", dropout off" if dropout == 0 else ""
         title = f"resumed on {ranks} rank{'s' if ranks > 1 else ''}{off}"
-        return Leg(ranks, run, folder / f"{name}.jsonl", dropout).finish(title), run
+        return Leg(ranks, run, dropout).finish(title), run
 
     console.print("[bold]2[/]  The same again; job and agent are killed with SIGKILL inside a save")
     killed = killed_run(folder, "inside", kill_inside_a_save)
@@ -334,7 +344,7 @@ def story(folder: Path) -> list[Verdict]:
     folder_left, files, size = half_written(inside) or (inside, 0, 0)
     console.print(f"  left behind: {folder_left.name} with {size / 2**20:.1f} MiB in {files} file(s), and no manifest")
     console.print(f"  so it does not exist; the newest step that does is {start}")
-    trace = read_trace(killed.leg.trace)
+    trace = steps_of(killed.leg.run)
     verdicts = [judge("killed mid-save", trace, inside, first=min(trace), newest=start)]
     console.print("[bold]3[/]  Resumed on the same number of ranks")
     verdicts.append(judge("- on 2 ranks", *resume(inside, 2, "two"), first=start + 1, newest=STEPS))
@@ -344,7 +354,7 @@ def story(folder: Path) -> list[Verdict]:
     staged, step = killed.leg.run, killed.step
     console.print(f"  every trainer is gone, and step {step} did not exist yet; agent {killed.agent} goes on")
     console.print(f"  it committed step {step} by itself, {1000 * wait_for_commit(killed):.0f} ms after the kill")
-    trace = read_trace(killed.leg.trace)
+    trace = steps_of(killed.leg.run)
     verdicts.append(judge("killed at staged", trace, staged, first=min(trace), newest=step))
     console.print("[bold]5[/]  Resumed from that step")
     verdicts.append(judge("- on 2 ranks", *resume(staged, 2, "staged-two"), first=step + 1, newest=STEPS))
@@ -365,9 +375,8 @@ def story(folder: Path) -> list[Verdict]:
 def killed_run(folder: Path, name: str, attack: Callable[[Leg], Killed | None]) -> Killed:
     """A run that was killed in the right moment; its trace goes up to there."""
     for attempt in range(1, ATTEMPTS + 1):
-        parts = [folder / f"{name}-{attempt}{ending}" for ending in ("", ".jsonl", ".staged")]
         with console.status("training until the moment has come ..."):
-            killed = attack(Leg(2, parts[0], parts[1], staged=parts[2]))
+            killed = attack(Leg(2, folder / f"{name}-{attempt}"))
         if killed:
             console.print(f"  [green]done[/] killed while step {killed.step} was being saved")
             return killed

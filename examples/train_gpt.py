@@ -19,32 +19,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import random
 import sysconfig
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 import keepstep as ks
+from keepstep.data import ResumableLoader
 
 # --- the data -------------------------------------------------------------------------------------------------------
 
@@ -61,30 +58,25 @@ def python_sources(limit_bytes: int) -> Tensor:
     return torch.frombuffer(text[:limit_bytes], dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Which samples belong to which step: a function of (seed, step) alone.
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """The text cut into samples of ``block`` bytes: inputs and targets, where a target is the byte after its input."""
 
-    Nothing here changes while training, so nothing has to be saved; and because the batch of a step is cut into equal
-    parts only after it is drawn, 1, 2 or 3 data-parallel ranks see the same samples.
-    """
+    def __init__(self, text: Tensor, block: int) -> None:
+        self.text = text
+        self.block = block
 
-    text: Tensor
-    block: int
-    batch: int
-    seed: int
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.block
 
-    def sample_ids(self, step: int) -> list[int]:
-        """The samples of the whole batch of this step. Every epoch is a new permutation of the text's windows."""
-        windows = (len(self.text) - 1) // self.block
-        epoch, position = divmod(step * self.batch, windows - windows % self.batch)
-        order = torch.randperm(windows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
-        return order[position : position + self.batch].tolist()
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = self.text[index * self.block : (index + 1) * self.block + 1].long()
+        return row[:-1], row[1:]
 
-    def tokens(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these samples, both [sample, position]; a target is the byte after its input."""
-        rows = torch.stack([self.text[i * self.block : (i + 1) * self.block + 1] for i in ids]).long()
-        return rows[:, :-1], rows[:, 1:]
+
+def endless(loader: ResumableLoader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch after batch, epoch after epoch, from wherever the loader stands."""
+    while True:
+        yield from loader
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -221,12 +213,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """Scales all gradients so that together they are no longer than ``limit``. Takes shards and plain tensors alike."""
+def clip_gradients(parameters: list[nn.Parameter], limit: float) -> float:
+    """Scales all gradients so that together they are no longer than ``limit``. Returns how long they were.
+
+    Takes shards and plain tensors alike.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]).norm()
     for gradient in gradients:
         gradient.mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).item())
+    return norm.item()
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -253,53 +249,39 @@ def make_scheduler(optimizer: torch.optim.Optimizer, warm_up: int, steps: int) -
 
 @dataclass
 class Training:
-    """Everything a step needs, and everything that has to be kept."""
+    """Everything a step needs, and everything that has to be kept. ``sums`` are of the microbatches of one update."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    batches: Batches
     ranks: Ranks
-    bf16: bool
+    bf16: bool = False
+    accumulate: int = 1
     parameters: list[nn.Parameter] = field(init=False)
+    sums: dict[str, float] = field(default_factory=lambda: {"loss": 0.0})
 
     def __post_init__(self) -> None:
         self.parameters = list(self.model.parameters())
 
-    def step(self, ids: list[int]) -> float:
-        """One update from these samples, of which this rank computes its part. Returns the loss over all of them."""
-        ranks, share = self.ranks, len(ids) // self.ranks.data_world
-        mine = ids[ranks.data_rank * share : (ranks.data_rank + 1) * share]
-        tokens, targets = (part.to(ranks.device) for part in self.batches.tokens(mine))
-        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=self.bf16):
-            scores = self.model(tokens)
-        loss = F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
-        loss.backward()
-        clip_gradients(self.parameters, 1.0)
+    def add(self, tokens: Tensor, targets: Tensor, *, last: bool) -> None:
+        """Adds the gradients of one microbatch; with the last one, ranks bring theirs together."""
+        alone = isinstance(self.model, DistributedDataParallel) and not last
+        device = self.ranks.device
+        with self.model.no_sync() if alone else contextlib.nullcontext():
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+                scores = self.model(tokens.to(device))
+            loss = F.cross_entropy(scores.float().flatten(0, 1), targets.to(device).flatten()) / self.accumulate
+            loss.backward()
+        self.sums["loss"] += self.ranks.mean(loss.detach()).item()
+
+    def update(self) -> dict[str, float]:
+        """One update from the gradients of all microbatches. Returns the loss over all ranks, and the gradients' length."""
+        norm = clip_gradients(self.parameters, 1.0)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return ranks.mean(loss.detach()).item()
-
-    def digest(self) -> str:
-        """One number for all parameters of the model, whole, in order: equal only if every bit is."""
-        digest = xxhash.xxh3_128()
-        for parameter in self.parameters:
-            digest.update(whole(parameter.detach()).cpu().numpy())
-        return digest.hexdigest()
-
-
-def write_trace(trace: TextIO | None, record: dict[str, object]) -> None:
-    """One line of JSON for one step. Floats travel as hex, so that no bit is lost."""
-    if trace:
-        print(json.dumps(record), file=trace, flush=True)
-
-
-def note_staged(path: Path, step: int, rank: int, staged: Future[None]) -> None:
-    """One line when a rank's part of a save is copied: from here on that rank may be killed, and the step is still saved."""
-    if staged.exception() is None:
-        with path.open("a") as lines:
-            print(step, rank, file=lines)
+        loss, self.sums["loss"] = self.sums["loss"], 0.0
+        return {"loss": loss, "grad_norm": norm}
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
@@ -307,9 +289,12 @@ def note_staged(path: Path, step: int, rank: int, staged: Future[None]) -> None:
 
 def main() -> None:
     options = arguments()
-    with join(options.parallel) as ranks, contextlib.ExitStack() as stack:
-        if options.batch % ranks.data_world:
-            raise SystemExit(f"--batch {options.batch} cannot be split evenly over {ranks.data_world} ranks")
+    with join(options.parallel) as ranks:
+        if options.batch % (ranks.data_world * options.accumulate):
+            raise SystemExit(
+                f"--batch {options.batch} cannot be split evenly over {ranks.data_world} ranks and"
+                f" {options.accumulate} microbatches"
+            )
         torch.manual_seed(options.seed)  # the same weights on every rank ...
         plain = GPT(options.n_layer, options.n_head, options.d_model, options.block, options.dropout).to(ranks.device)
         model = spread(plain, options.parallel, ranks)
@@ -319,12 +304,21 @@ def main() -> None:
 
         optimizer = make_optimizer(model, options.lr)
         scheduler = make_scheduler(optimizer, options.warm_up, options.steps)
-        batches = Batches(python_sources(options.text_bytes), options.block, options.batch, options.seed)
-        training = Training(model, optimizer, scheduler, batches, ranks, options.bf16)
-        trace = stack.enter_context(options.trace.open("w")) if options.trace and ranks.rank == 0 else None
+        training = Training(model, optimizer, scheduler, ranks, options.bf16, options.accumulate)
+        loader = ResumableLoader(
+            Windows(python_sources(options.text_bytes), options.block),
+            global_batch_size=options.batch // options.accumulate,
+            rank=ranks.data_rank,
+            world=ranks.data_world,
+            seed=options.seed,
+            tail="drop",
+            num_workers=options.workers,
+        )
 
         # (1) Say what the state is. Random numbers and progress are part of it without being named.
-        state = ks.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+        state = ks.TrainState(
+            model=model, optimizer=optimizer, scheduler=scheduler, data=loader, sums=training.sums, config=vars(options)
+        )
         # (2) Say where it is kept, how often, how much of it, and what to do when the job is asked to stop.
         with ks.Checkpointer(
             options.checkpoints,
@@ -332,24 +326,28 @@ def main() -> None:
             every=ks.Every(steps=options.save_every),
             keep=ks.Keep(last=3),
             preempt=ks.Preempt(grace_s=25, exit_status=os.EX_TEMPFAIL),  # torchrun kills 30 s after it has asked
+            trace=options.trace,
         ) as checkpoints:
             # (3) Go on from the newest good step. A fresh run starts at 0.
             checkpoints.restore()
             if ranks.rank == 0:
                 print(f"starting at step {checkpoints.progress.step}", flush=True)
 
-            for step in range(checkpoints.progress.step, options.stop_after or options.steps):
-                ids = batches.sample_ids(step)
-                loss = training.step(ids)
-                if options.trace:
-                    record = {"step": step + 1, "samples": ids, "loss": loss.hex(), "parameters": training.digest()}
-                    write_trace(trace, record)
-                if ranks.rank == 0 and (step + 1) % options.log_every == 0:
-                    print(f"step {step + 1:>5}  loss {loss:.4f}  lr {scheduler.get_last_lr()[0]:.2e}", flush=True)
-                # (4) Everything now stands at one step: save if one is due. The save goes on while training does.
-                pending = checkpoints.step(loss=loss, samples=options.batch)
-                if pending and options.staged:
-                    pending.staged.add_done_callback(partial(note_staged, options.staged, step + 1, ranks.rank))
+            batches = endless(loader)
+            while checkpoints.progress.step < (options.stop_after or options.steps):
+                last = checkpoints.micro == options.accumulate - 1
+                training.add(*next(batches), last=last)
+                # (4) Everything now stands in the middle of a step, or at its end: save if a save is due. The save goes on
+                # while training does.
+                if not last:
+                    checkpoints.micro_step(samples=loader.batch_samples)
+                    continue
+                measured = training.update()
+                checkpoints.step(samples=loader.batch_samples, epoch=loader.epoch, **measured)
+                step = checkpoints.progress.step
+                if ranks.rank == 0 and step % options.log_every == 0:
+                    rate = scheduler.get_last_lr()[0]
+                    print(f"step {step:>5}  loss {measured['loss']:.4f}  lr {rate:.2e}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -361,14 +359,15 @@ def arguments() -> argparse.Namespace:
     add("--stop-after", type=int, help="end this process earlier, as a job's time limit would")
     add("--save-every", type=int, default=50)
     add("--log-every", type=int, default=10)
-    add("--trace", type=Path, help="write step, samples, loss and a digest of all parameters, a line a step")
-    add("--staged", type=Path, help="write step and rank, a line for each rank's part of a save that is copied")
+    add("--trace", action="store_true", help="write samples, loss and digests of all state, a line a step and rank")
     add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
     add("--n-layer", type=int, default=4)
     add("--n-head", type=int, default=6)
     add("--d-model", type=int, default=96)
     add("--block", type=int, default=64, help="bytes a sample")
     add("--batch", type=int, default=12, help="samples a step, over all ranks together")
+    add("--accumulate", type=int, default=1, help="microbatches a step")
+    add("--workers", type=int, default=0, help="processes that load data, on each rank")
     add("--dropout", type=float, default=0.1)
     add("--lr", type=float, default=1e-3)
     add("--warm-up", type=int, default=10, help="steps until the learning rate is at its highest")

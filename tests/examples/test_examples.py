@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import runpy
@@ -11,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
+from keepstep.check.trace import read_trace
 from tests.architecture.source import ROOT
 
 SMALL = [
@@ -70,74 +71,81 @@ def train(ranks: int, *options: object) -> str:
     return ran.stdout
 
 
-def trace(path) -> dict[int, dict]:
-    return {record["step"]: record for record in map(json.loads, path.read_text().splitlines())}
+def trace(folder) -> dict[int, list[dict]]:
+    """What each rank did at each step, over all starts: everything that was written, but not when."""
+    steps: dict[int, list[dict]] = {}
+    for runs in read_trace(folder / "trace").ranks.values():
+        for run in runs:
+            for one in run.steps:
+                if not one.micro:
+                    steps.setdefault(one.step, []).append(msgspec.to_builtins(msgspec.structs.replace(one, time=0.0)))
+    return steps
 
 
 @pytest.mark.parametrize(("parallel", "ranks"), [("none", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2)])
 def test_a_resumed_run_equals_the_one_that_did_not_stop(parallel, ranks, tmp_path):
-    kind = ["--parallel", parallel, "--steps", 4]
-    train(ranks, *kind, "--checkpoints", tmp_path / "whole", "--trace", tmp_path / "whole.jsonl")
+    kind = ["--parallel", parallel, "--steps", 4, "--trace"]
+    train(ranks, *kind, "--checkpoints", tmp_path / "whole")
     for until in (2, 4):
         # The same schedule, stopped early: the process ends right after a save.
-        part = ["--stop-after", until, "--checkpoints", tmp_path / "parts", "--trace", tmp_path / f"{until}.jsonl"]
-        said = train(ranks, *kind, *part)
+        said = train(ranks, *kind, "--stop-after", until, "--checkpoints", tmp_path / "parts")
         assert re.search(r"starting at step (\d+)", said)[1] == str(until - 2)
-    assert trace(tmp_path / "2.jsonl") | trace(tmp_path / "4.jsonl") == trace(tmp_path / "whole.jsonl")
+    whole = trace(tmp_path / "whole")
+    assert {number: len(records) for number, records in whole.items()} == dict.fromkeys(range(1, 5), ranks)
+    assert trace(tmp_path / "parts") == whole
 
 
 def test_a_run_changes_its_layout_at_every_start(tmp_path):
     def step(ranks, parallel, until):
-        options = ["--steps", 8, "--dropout", 0, "--parallel", parallel, "--stop-after", until]
-        train(ranks, *options, "--checkpoints", tmp_path / "run", "--trace", tmp_path / f"{until}.jsonl")
-        return trace(tmp_path / f"{until}.jsonl")
+        options = ["--steps", 8, "--dropout", 0, "--parallel", parallel, "--stop-after", until, "--trace"]
+        train(ranks, *options, "--checkpoints", tmp_path / "run")
 
-    train(1, "--steps", 8, "--dropout", 0, "--checkpoints", tmp_path / "whole", "--trace", tmp_path / "whole.jsonl")
-    whole = trace(tmp_path / "whole.jsonl")
-    parts = step(2, "fsdp", 2) | step(3, "fsdp", 4) | step(2, "tp", 6) | step(1, "none", 8)
+    train(1, "--steps", 8, "--dropout", 0, "--checkpoints", tmp_path / "whole", "--trace")
+    whole = trace(tmp_path / "whole")
+    for ranks, parallel, until in ((2, "fsdp", 2), (3, "fsdp", 4), (2, "tp", 6), (1, "none", 8)):
+        step(ranks, parallel, until)
+    parts = trace(tmp_path / "run")
     assert sorted(parts) == sorted(whole)
-    for number, record in parts.items():
-        assert record["samples"] == whole[number]["samples"]
-        assert float.fromhex(record["loss"]) == pytest.approx(float.fromhex(whole[number]["loss"]), rel=1e-5)
+    for number, records in parts.items():
+        # Under tensor parallelism every rank computes all samples.
+        given = [sample for one in (records[:1] if number in (5, 6) else records) for sample in one["samples"]]
+        assert sorted(given) == sorted(whole[number][0]["samples"])
+        for one in records:
+            assert float.fromhex(one["loss"]) == pytest.approx(float.fromhex(whole[number][0]["loss"]), rel=1e-5)
 
 
-def test_bfloat16_resumes_too(tmp_path):
-    kind = ["--bf16", "--steps", 4]
-    train(1, *kind, "--checkpoints", tmp_path / "whole", "--trace", tmp_path / "whole.jsonl")
-    train(1, *kind, "--stop-after", 2, "--checkpoints", tmp_path / "parts")
-    train(1, *kind, "--checkpoints", tmp_path / "parts", "--trace", tmp_path / "rest.jsonl")
-    whole = trace(tmp_path / "whole.jsonl")
-    assert trace(tmp_path / "rest.jsonl") == {number: whole[number] for number in (3, 4)}
+def test_bfloat16_microbatches_and_workers_resume_too(tmp_path):
+    kind = ["--bf16", "--accumulate", 4, "--workers", 2, "--steps", 4, "--trace"]
+    train(1, *kind, "--checkpoints", tmp_path / "whole")
+    for until in (2, 4):
+        train(1, *kind, "--stop-after", until, "--checkpoints", tmp_path / "parts")
+    whole = trace(tmp_path / "whole")
+    assert sorted(whole) == [1, 2, 3, 4]
+    assert trace(tmp_path / "parts") == whole
 
 
 @pytest.mark.parametrize(("parallel", "ranks", "status"), [("none", 1, os.EX_TEMPFAIL), ("fsdp", 2, None)])
 def test_a_job_that_is_asked_to_stop_saves_the_step_at_hand(parallel, ranks, status, tmp_path):
-    options = ["--parallel", parallel, "--steps", 3000, "--save-every", 3000, "--checkpoints", tmp_path / "run"]
-    with started(ranks, *options, "--trace", tmp_path / "first.jsonl") as job:
+    options = ["--parallel", parallel, "--steps", 3000, "--save-every", 3000, "--trace"]
+    run = [*options, "--checkpoints", tmp_path / "run"]
+    with started(ranks, *run) as job:
         lines = iter(job.stdout.readline, "")
         assert any("step     3" in line for line in lines)
         job.terminate()
         said = "".join(lines)
         # (The launcher has a status of its own for a job that it was asked to end.)
         assert job.wait(60) == status if status is not None else job.wait(60) != 0
-    stopped = max(trace(tmp_path / "first.jsonl"))
+    stopped = max(trace(tmp_path / "run"))
     assert said.count(f"asked to stop at step {stopped}; it is committed") == ranks
     assert [path.parent.name for path in (tmp_path / "run").glob("step-*/.metadata")] == [f"step-{stopped:08d}"]
     assert stopped >= 3
-    ran = train(ranks, *options, "--stop-after", stopped + 2, "--trace", tmp_path / "second.jsonl")
+    ran = train(ranks, *run, "--stop-after", stopped + 2)
     assert f"starting at step {stopped}\n" in ran
-    assert sorted(trace(tmp_path / "second.jsonl")) == [stopped + 1, stopped + 2]
+    parts = trace(tmp_path / "run")
+    assert {number: len(records) for number, records in parts.items()} == dict.fromkeys(range(1, stopped + 3), ranks)
     if ranks == 1:
-        whole = [*options[:-1], tmp_path / "whole", "--stop-after", stopped + 2, "--trace", tmp_path / "whole.jsonl"]
-        train(ranks, *whole)
-        parts = trace(tmp_path / "first.jsonl") | trace(tmp_path / "second.jsonl")
-        assert parts == trace(tmp_path / "whole.jsonl")
-
-
-def test_every_rank_notes_what_it_has_staged(tmp_path):
-    options = ["--parallel", "fsdp", "--steps", 4, "--checkpoints", tmp_path / "run", "--staged", tmp_path / "staged"]
-    train(2, *options)
-    assert sorted((tmp_path / "staged").read_text().splitlines()) == ["2 0", "2 1", "4 0", "4 1"]
+        train(ranks, *options, "--checkpoints", tmp_path / "whole", "--stop-after", stopped + 2)
+        assert parts == trace(tmp_path / "whole")
 
 
 def test_the_size_that_is_worth_watching_has_thirty_million_parameters():
