@@ -267,6 +267,19 @@ def test_a_sample_that_is_skipped_or_repeated_on_other_ranks_is_found():
     assert "one order for any number of ranks" in found.first.causes[0]
 
 
+def test_a_sample_too_few_in_one_step_is_that_step_s_difference():
+    ids = shared(6, 1, 3).samples
+    found = worlds(on(2), on(3, range(5, 9), changed={(6, 1): {"samples": ids[1:]}}))
+    assert (found.first.step, found.first.found) == (6, f"1 skipped: {ids[0]}")
+
+
+def test_two_ranks_that_were_dealt_one_share_are_found_at_once():
+    twice = {(n, 0): {"samples": shared(n, 2, 3).samples} for n in range(5, 9)}
+    found = worlds(on(2), on(3, range(5, 9), changed=twice))
+    assert (found.first.step, found.first.what) == (5, "samples")
+    assert found.first.found.startswith("4 skipped: ")
+
+
 def test_ranks_that_compute_one_share_together_count_once():
     twice = trace(*(run(*(shared(n, 0, 1) for n in range(1, 9)), rank=rank, world=2) for rank in (0, 1)))
     assert worlds(twice, on(3, range(5, 9))).equal

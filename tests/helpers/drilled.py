@@ -25,6 +25,20 @@ def command(*options: object) -> tuple[str, ...]:
     return (sys.executable, "-E", str(Path(__file__).resolve()), *map(str, options))
 
 
+def left_running(folder: Path) -> list[int]:
+    """Processes that a drill in this folder has started, and that run."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            environment = (path / "environ").read_bytes() if path.name.isdigit() else b""
+            alive = environment and (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (OSError, IndexError):
+            continue
+        if alive and b"KEEPSTEP_DRILL=" in environment and str(folder).encode() in environment:
+            found.append(int(path.name))
+    return found
+
+
 class Run:
     """The state, what becomes of it, and where it is kept."""
 

@@ -32,6 +32,7 @@ from keepstep.errors import DrillError, UnprovenError, UsageError
 __all__ = ["drill_script", "print_report"]
 
 INTERRUPTED = 130
+PIPED_COLUMNS = 10_000
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -162,6 +163,8 @@ def _show(event: Progress | Verdict, plan: Plan, errors: Console, status: Status
 
 def print_report(report: Report, console: Console) -> None:
     """A table, and below it what was broken and why it may be so."""
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("scenario", "compared with", "starts", "steps", "result", "first difference"):
         table.add_column(name, justify="right" if name in ("starts", "steps") else "left", overflow="fold")

@@ -86,13 +86,13 @@ def drill(plan: Plan) -> Generator[Progress | Verdict | Report, None, None]:
         if again.verdict.holds:
             baseline, hints = again.baseline, ()
     if baseline is not None:
+        _remove(reference)
         # Closed with this one, so that what it has started does not outlive it.
         with contextlib.closing(_interrupted(plan, baseline)) as events:
             for event in events:
                 if isinstance(event, Verdict):
                     verdicts.append(event)
                 yield event
-        _remove(reference)
     broken = [one for one in verdicts if not one.holds]
     kind = None if not broken else UnprovenError if baseline is None else DrillError
     yield Report(
