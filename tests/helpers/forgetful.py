@@ -62,6 +62,8 @@ def parameters_of(module):
 
 
 def buffers_of(module, persistent=True):
+    if isinstance(module, AveragedModel):
+        return []
     return [
         buffer
         for part in module.modules()
@@ -83,7 +85,8 @@ def extra_state():
 
     def make(bind):
         def forgetful(self, target, tree, path):
-            own = [m for m in target.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+            parts = () if isinstance(unwrap(target), AveragedModel) else target.modules()
+            own = [m for m in parts if type(m).get_extra_state is not nn.Module.get_extra_state]
             kept = [(module, module.get_extra_state()) for module in own]
             bound = bind(self, target, tree, path)
             self._then(lambda: [module.set_extra_state(was) for module, was in kept])
