@@ -222,6 +222,37 @@ def of_ranks(rank, folder, kind):
     return [gradient.sum().item() for gradient in local]
 
 
+def begun_on_two(rank, folder):
+    """Two microbatches of an update, saved."""
+    loop = Loop(1, DistributedDataParallel, rank)
+    with ks.Checkpointer(f"{folder}/run", loop.state, background="off") as ckpt:
+        for micro in range(2):
+            with loop.model.no_sync():
+                loop.backward(10 * micro + rank)
+            ckpt.micro_step()
+        ckpt.save()
+    return [parameter.grad.clone() for parameter in loop.model.parameters()]
+
+
+def on_other_ranks(rank, folder):
+    """What two ranks have accumulated without synchronisation, loaded by this many."""
+    loop = Loop(2, DistributedDataParallel if dist.get_world_size() > 1 else lambda model: model, rank)
+    with ks.Checkpointer(f"{folder}/run", loop.state, background="off") as ckpt:
+        report = ckpt.restore()
+        assert ckpt.micro == 2
+    assert report.components["accumulation"].rederived
+    return [parameter.grad.clone() for parameter in loop.model.parameters()]
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on_with_the_mean_of_the_gradients(rank_pool, tmp_path):
+    each = rank_pool(2)(begun_on_two, str(tmp_path), timeout_s=60)
+    means = [torch.stack(gradients).to(torch.float64).mean(0).float() for gradients in zip(*each, strict=True)]
+    for world in (1, 3):
+        for found in rank_pool(world)(on_other_ranks, str(tmp_path), timeout_s=60):
+            assert_same(found, means)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_stopped_inside_an_update_finish_it_to_the_last_bit(rank_pool, kind, tmp_path):

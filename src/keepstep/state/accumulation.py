@@ -2,6 +2,7 @@
 
 Part of a state only between the first microbatch of an update and the update itself. A gradient that is a DTensor is kept
 like its parameter. Any other is this rank's own: without synchronisation every data-parallel rank has summed up other ones.
+On another number of ranks each gets the mean of all, which is what data-parallel ranks make of them before the update.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from keepstep.errors import UsageError
 from keepstep.state.capture import names_of
-from keepstep.state.marks import PerRank
+from keepstep.state.marks import Coordinates, PerRank
 from keepstep.state.shard import is_dtensor
 
 __all__ = ["ACCUMULATION", "Accumulation"]
@@ -51,7 +52,7 @@ class Accumulation:
                 f"{', '.join(hidden)}: FSDP2 holds gradients that were not reduced (set_requires_gradient_sync(False));"
                 " they cannot be saved. Save at a step boundary, or let every microbatch reduce its gradients"
             )
-        return {"micro": self.micro, "gradients": sharded, "own": PerRank(own, "error")}
+        return {"micro": self.micro, "gradients": sharded, "own": PerRank(own, mean_of_gradients)}
 
     def prepared(self, tree: Mapping[str, Any], own: Any) -> dict[str, Any]:
         """Memory for saved gradients, placed like their parameters; names that are not here have none.
@@ -66,7 +67,7 @@ class Accumulation:
             known = [name for name in names or () if name in parameters]
             return {name: torch.empty_like(parameters[name], requires_grad=False) for name in known}
 
-        return {"micro": 0, "gradients": like(tree.get("gradients")), "own": PerRank(like(own), "error")}
+        return {"micro": 0, "gradients": like(tree.get("gradients")), "own": PerRank(like(own), mean_of_gradients)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Gives the parameters their gradients, and none where none was."""
@@ -74,7 +75,8 @@ class Accumulation:
         own = state["own"]
         found = {**state["gradients"], **(own.value if isinstance(own, PerRank) else own)}
         for name, parameter in self._parameters().items():
-            parameter.grad = found.get(name)
+            gradient = found.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def drop(self) -> None:
         """The update begins anew: what was accumulated for it is gone."""
@@ -89,6 +91,15 @@ class Accumulation:
         names = names_of(self._components)
         live = {id(p): p for module in self._modules().values() for p in module.parameters()}
         return {names[key]: parameter for key, parameter in live.items() if key in names}
+
+
+def mean_of_gradients(saved: list[tuple[Coordinates, dict[str, torch.Tensor]]], here: Coordinates) -> dict[str, Any]:
+    """The rule for another number of ranks: of every gradient the mean over the ranks that had one. On the host."""
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for _, gradients in saved:
+        for name, gradient in gradients.items():
+            by_name.setdefault(name, []).append(gradient)
+    return {name: torch.stack(each).to(torch.float64).mean(0).to(each[0].dtype) for name, each in by_name.items()}
 
 
 def _holds_unreduced(module: nn.Module) -> bool:
