@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = ROOT / "tests/exactness/train.py"
 LAUNCHER = ROOT / "tests/helpers/forgetful.py"
+PAGE = ROOT / "docs/exactness.md"
 LAST, STOP = 8, 4
 
 # What is left out, and the component that must be named for it.
@@ -48,6 +50,11 @@ NAMED = {
     "progress": "progress",
     "counters": "counters",
 }
+
+
+def test_the_page_lists_what_is_left_out_and_what_is_named():
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (?:`([\w/]+)`|the component) \|$", PAGE.read_text(), re.MULTILINE)
+    assert {kind: named or NAMED[kind] for kind, named in rows} == {kind: NAMED[kind] for kind in MUTATIONS}
 
 
 def command(kind: str | None, root: Path) -> tuple[str, ...]:
