@@ -7,13 +7,14 @@ PIP_ARGS ?=
 BIN      := .venv/bin
 READY    := .venv/.ready
 
-.PHONY: help setup demo test check bench cases clean
+.PHONY: help setup demo test check bench soak cases clean
 
 help:
 	@echo "make demo    a real training run: killed inside a save and once more right after the copy, resumed exactly"
 	@echo "make test    everything: make check, then the slow, multi-process and GPU tests"
 	@echo "make check   format, lint, types, architecture, fast tests (under 90 s)"
 	@echo "make bench   the benchmarks, against torch.save, DCP and others (QUICK=1: small sizes, minutes)"
+	@echo "make soak    the example stopped, killed 20 times, damaged and moved to other ranks (a quarter of an hour)"
 	@echo "make cases   which of the numbered cases have a test, and which have not"
 	@echo "make clean   remove .venv and caches"
 
@@ -38,6 +39,9 @@ test: check
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
+
+soak: $(READY)
+	scripts/soak
 
 cases: $(READY)
 	$(BIN)/python scripts/cases

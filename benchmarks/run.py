@@ -32,6 +32,7 @@ QUESTIONS = [
     "memory",
     "overhead",
     "async_saves",
+    "boundary",
 ]
 MEASURED = ["keepstep", "torch", "torch_checkpointing", "nvidia-resiliency-ext", "numpy", "xxhash", "msgspec"]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
