@@ -78,18 +78,20 @@ def test_a_script_that_is_another_one_each_time_proves_nothing():
     assert "it ended at step 11, and at step 12 before" in verdict.problems[0]
 
 
-def test_a_number_that_is_the_clock_s_is_left_out_and_said():
-    def timed(seconds: float) -> Trace:
-        (one,) = trace((0, 3), world=1).ranks[0]
-        steps = tuple(
-            Stepped(step=s.step, loss=s.loss, samples=s.samples, parts=s.parts, metrics={"seconds": seconds.hex()})
-            for s in one.steps
-        )
-        return Trace("", {0: (Run(one.began, steps),)})
+@pytest.mark.parametrize("name", ["metrics/seconds", "rng/numpy"])
+def test_what_is_another_each_time_and_moves_nothing_else_is_left_out_and_said(name):
+    def once(value: str, loss: str) -> Trace:
+        kind, _, rest = name.partition("/")
+        own = {"metrics": {rest: value}} if kind == "metrics" else {"parts": {name: value, "model": "0"}}
+        steps = (Stepped(step=1, loss="0x1p+0", **own), Stepped(step=2, loss=loss, **own))
+        return Trace("", {0: (Run(Began(rank=0, world=1, incarnation=1, step=0, restored=False), steps),)})
 
-    verdict, own = judge_repeated(timed(1.0), timed(2.0), ended())
-    assert (verdict.result, own) == ("holds", ("metrics/seconds",))
-    assert verdict.notes == ("metrics/seconds: another number at each run, not compared",)
+    verdict, own = judge_repeated(once("0x1p+0", "0x1p+0"), once("0x1p+1", "0x1p+0"), ended())
+    assert (verdict.result, own) == ("holds", (name,))
+    assert verdict.notes == (f"{name}: not the same at each run, and nothing else depends on it; not compared",)
+    # Where something depends on it, nothing can be proved.
+    verdict, _ = judge_repeated(once("0x1p+0", "0x1p+0"), once("0x1p+1", "0x1p+1"), ended())
+    assert verdict.result == "unproven"
 
 
 def test_a_run_that_does_not_stop_or_is_not_committed_is_broken():

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 EXACTLY = "reference: every bit"
+_IDLE = ("metrics/", "rng/")
 HINTS = (
     "seed everything before the model is made: torch.manual_seed, random.seed, numpy.random.seed, and a generator for the"
     " sampler",
@@ -114,9 +115,12 @@ def _middle(seconds: list[float], otherwise: float) -> float:
 
 
 def judge_repeated(reference: Trace, again: Trace, ended: Ended) -> tuple[Verdict, tuple[str, ...]]:
-    """Whether a script is the same twice; with names of numbers that are others, and on which nothing else depends."""
+    """Whether a script is the same twice; with the names of what is not, and on which nothing else depends.
+
+    Those are numbers such as seconds, and random streams that the script neither seeds nor uses.
+    """
     comparison = compare(reference, again, exact=True, tolerance=0.0)
-    own = tuple(name for name in comparison.names if name.startswith("metrics/"))
+    own = tuple(name for name in comparison.names if name.startswith(_IDLE))
     if own == comparison.names:
         comparison = compare(reference, again, exact=True, tolerance=0.0, ignore=own)
     verdict = _verdict("reference again", EXACTLY, [ended], comparison)
@@ -127,7 +131,8 @@ def judge_repeated(reference: Trace, again: Trace, ended: Ended) -> tuple[Verdic
         )
         verdict = replace(verdict, problems=(*verdict.problems, problem))
     if own and not verdict.problems and comparison.equal:
-        verdict = replace(verdict, notes=(f"{', '.join(own)}: another number at each run, not compared",))
+        note = f"{', '.join(own)}: not the same at each run, and nothing else depends on it; not compared"
+        verdict = replace(verdict, notes=(note,))
     bad = bool(verdict.problems or verdict.first)
     return replace(verdict, result="unproven" if bad else "holds"), own
 
