@@ -60,3 +60,59 @@ def consume(root: Path, loader: Any, batches: int, *, component: Any = None, **o
 def flat(batches: list[list[int]]) -> list[int]:
     """All samples of these batches, in order."""
     return [number for batch in batches for number in batch]
+
+
+class Rows:
+    """Items of one shard, as an iterator that knows where it stands."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.at = 0
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Shards:
+    """Item i of shard s is 1000 s + i."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def shards(self) -> list[str]:
+        return [f"shard-{number}" for number in range(len(self.lengths))]
+
+    def open(self, shard: str) -> Any:
+        number = int(shard.removeprefix("shard-"))
+        return Rows([1000 * number + item for item in range(self.lengths[number])])
+
+    def everything(self) -> list[int]:
+        return [1000 * number + item for number, length in enumerate(self.lengths) for item in range(length)]
+
+
+class Forgetful(Shards):
+    """Its iterators cannot say where they stand."""
+
+    def open(self, shard: str) -> Any:
+        return iter(super().open(shard).items)
+
+
+class Documents(Shards):
+    """Item i of shard s is a row of tokens, of a length of its own."""
+
+    def open(self, shard: str) -> Any:
+        rows = super().open(shard)
+        rows.items = [torch.arange(item, item + 1 + item % 7) for item in rows.items]
+        return rows

@@ -4,6 +4,7 @@ from keepstep.data.loader import ResumableLoader
 from keepstep.data.packing import PackingCollator
 from keepstep.data.reader import StreamReader
 from keepstep.data.samplers import ResumableBatchSampler, ResumableSampler
+from keepstep.data.stateful import stateful_loader
 from keepstep.data.streams import ShardedSource
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "ResumableSampler",
     "ShardedSource",
     "StreamReader",
+    "stateful_loader",
 ]

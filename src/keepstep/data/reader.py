@@ -9,7 +9,7 @@ are ahead, and batches do not depend on their number.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,7 @@ class StreamReader:
         self._lanes = _Lanes(self._recipe, collate_fn or default_collate)
         self._places: dict[int, _Place] = {}
         self._next = 0
+        self._waits: int | None = None
         self._turn: object = None
         self._loader: DataLoader[Any] | None = None
         self._tickets = _Tickets()
@@ -139,8 +140,8 @@ class StreamReader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the stream of this rank that is furthest behind."""
-        return min(self._epoch_of(number) for number in self._own())
+        """The epoch of the stream that is furthest behind: of this rank's, or right after a new deal, of all."""
+        return self._waits if self._waits is not None else min(self._epoch_of(number) for number in self._own())
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches from where the run stands; to the end of the epoch, unless it repeats."""
@@ -170,6 +171,7 @@ class StreamReader:
             if reply.given:
                 self._next = (own.index(reply.stream) + 1) % len(own)
                 yield batch
+        self._waits = None
 
     def _made(self, streams: int) -> DataLoader[Any]:
         """The loader for so many streams; kept, with its workers where they are to persist, as long as that is so."""
@@ -200,8 +202,7 @@ class StreamReader:
         return range(rank, self._recipe.streams, world)
 
     def _epoch_of(self, number: int) -> int:
-        snapshot = self._places.get(number, _Place()).snapshot
-        return 0 if snapshot is None else int(snapshot["epoch"])
+        return _epoch_at(self._places.get(number, _Place()).snapshot)
 
     def per_rank(self, *, mesh: Any = None, dims: str | Sequence[str] | None = None) -> PerRank:
         """This reader as a component of a TrainState: each rank stores its own streams, and they are dealt anew.
@@ -223,7 +224,12 @@ class StreamReader:
         own = self._own()
         if missing := [f"stream {number}" for number in own if number not in places]:
             raise MismatchError(f"no rank has saved the place of streams that rank {dict(here)} is to read:", missing)
-        return {**first, "next": 0, "places": {number: places[number] for number in own}}
+        # An epoch that has ended for all streams that this rank is given has not yet for others: it sits the rest out.
+        waits = None
+        if not self._recipe.repeat:
+            begun = [_least_epoch(state["places"].values(), state["waits"]) for _, state in saved]
+            waits = min(begun) if min(begun) < _least_epoch([places[number] for number in own]) else None
+        return {**first, "next": 0, "waits": waits, "places": {number: places[number] for number in own}}
 
     def take_ids(self) -> list[int] | None:
         """None: what comes in a row has no numbers."""
@@ -248,6 +254,7 @@ class StreamReader:
         return {
             **self._header(),
             "next": self._next,
+            "waits": self._waits,
             "places": {number: {"snapshot": place.snapshot, "skip": place.skip} for number, place in places.items()},
         }
 
@@ -271,7 +278,7 @@ class StreamReader:
         if wrong:
             raise MismatchError("the streams are not those that were saved, so their places mean nothing:", wrong)
         self._places = {number: _Place(place["snapshot"], place["skip"]) for number, place in state["places"].items()}
-        self._next, self._turn = state["next"], object()
+        self._next, self._waits, self._turn = state["next"], state["waits"], object()
 
     def _header(self) -> dict[str, Any]:
         """What must be the same for a place to mean the same."""
@@ -324,6 +331,15 @@ class _Lanes:
         ended = not self._recipe.repeat and stream.epoch != ticket.epoch
         snapshot = stream.snapshot() if ended or stream.snapshot_due() else None
         return _Reply(ticket.stream, items is not None, ended, snapshot), batch
+
+
+def _epoch_at(snapshot: dict[str, Any] | None) -> int:
+    return 0 if snapshot is None else int(snapshot["epoch"])
+
+
+def _least_epoch(places: Iterable[dict[str, Any]], waits: int | None = None) -> int:
+    """The epoch of the stream furthest behind, of saved places; or that which their rank sits out."""
+    return waits if waits is not None else min(_epoch_at(place["snapshot"]) for place in places)
 
 
 def _as_it_is(made: Any) -> Any:
