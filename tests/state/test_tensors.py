@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import keepstep as ks
+from keepstep.errors import MismatchError
 from keepstep.format.dtypes import ITEM_BYTES
 from tests.helpers.same import assert_same, bits
 
@@ -371,6 +374,21 @@ def test_more_than_two_gigabytes(tmp_path):
 
 
 @pytest.mark.case(158)
+def test_tuples_and_deques_keep_the_tensors_of_the_target(tmp_path):
+    saved = {"pair": (torch.ones(2), "x"), "window": deque([torch.ones(3), 1], maxlen=4)}
+    ks.save(tmp_path / "s", saved)
+    inner, last = torch.zeros(2), torch.zeros(3)
+    target = {"pair": (inner, "y"), "window": deque([last], maxlen=9)}
+    ks.load(tmp_path / "s", target)
+    assert target["pair"] == (inner, "x")
+    assert target["pair"][0] is inner
+    assert (list(target["window"]), target["window"].maxlen) == ([last, 1], 4)
+    assert target["window"][0] is last
+    assert inner.tolist() + last.tolist() == [1.0] * 5
+    with pytest.raises(MismatchError, match="pair/2: Tensor in the target, nothing of that name"):
+        ks.load(tmp_path / "s", {**target, "pair": (inner, "y", torch.zeros(1))})
+
+
 def test_nothing_in_a_step_is_a_pickle(tmp_path):
     model = nn.Linear(2, 2)
     state = ks.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={"a": (1, np.float64(2))})

@@ -23,11 +23,11 @@ _CLASS_TAGS = ("dataclass", "class")
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The names at the top of a tree, the tensors it stands for, and the keys of values that each rank has of its own."""
+    """The names at the top of a tree, the tensors it stands for, and the values that ranks have of their own."""
 
     names: tuple[str, ...]
     tensors: tuple[TensorRef, ...]
-    per_rank: tuple[str, ...]
+    per_rank: tuple[RankRef, ...]
 
 
 def outline(data: bytes, name: str) -> Outline:
@@ -46,12 +46,12 @@ def outline(data: bytes, name: str) -> Outline:
         if not isinstance(tree, dict):
             raise CorruptError(f"the top of the tree is a {type(tree).__name__}, not a mapping")
         tensors: list[TensorRef] = []
-        per_rank: list[str] = []
+        per_rank: list[RankRef] = []
         for item in _references(tree):
             if type(item) is TensorRef:
                 tensors.append(item)
             else:
-                per_rank.append(item.key)
+                per_rank.append(item)
     except (CorruptError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise CorruptError(f"{name}: {err}") from err
     return Outline(tuple(map(str, tree)), tuple(tensors), tuple(per_rank))

@@ -191,7 +191,7 @@ class _Work:
     storage: Storage
     manifest: Manifest
     shared: Outline | None = None
-    own_keys: set[str] = field(default_factory=set)
+    own_keys: dict[str, set[int]] = field(default_factory=dict)
     _parts: dict[tuple[int, int], list[Part]] = field(default_factory=dict)
 
     def file(self, folder: str, record: FileRecord, there: dict[str, int]) -> Iterator[_Checked]:
@@ -227,7 +227,12 @@ class _Work:
             elif (spec.dtype, self.manifest.layouts[spec.layout].shape) != (ref.dtype, ref.shape):
                 shape = list(self.manifest.layouts[spec.layout].shape)
                 problems.append(f"{ref.key!r} is {spec.dtype} {shape}, expected {ref.dtype} {list(ref.shape)}")
-        problems.extend(f"{key!r} has no value on any rank" for key in self.shared.per_rank if key not in self.own_keys)
+        for own in self.shared.per_rank:
+            there = self.own_keys.get(own.key, set())
+            if not there:
+                problems.append(f"{own.key!r} has no value on any rank")
+            elif lacking := sorted(set(own.owners) - there):
+                problems.append(f"{own.key!r} has no value on rank {', '.join(map(str, lacking))}")
         missing = [part for part in self.manifest.components if part not in self.shared.names]
         problems.extend(f"component {part!r} has no plain values" for part in missing)
         if problems:
@@ -272,7 +277,8 @@ class _Work:
         if header.rank == 0:
             self.shared = trees.get(TREE_NAME)
         own = trees.get(OWN_NAME, Outline((), (), ()))
-        self.own_keys.update(own.names)
+        for key in own.names:
+            self.own_keys.setdefault(key, set()).add(header.rank)
         return own
 
     def _entries(self, header: ShardHeader, name: str, folder: str, *, own: Outline | None) -> tuple[Problem, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from keepstep.checkpointer.replicas import content
 from keepstep.commit.retention import Keep, sweep_failed
 from keepstep.errors import MismatchError, RankFailedError, StepExistsError
 from keepstep.format.layout import Structure, fingerprint
@@ -20,7 +21,7 @@ from keepstep.format.objects import decode, encode
 from keepstep.format.shardfile import digest
 from keepstep.plan.save_plan import FilePlan, assign_writers, merge_structures
 from keepstep.ranks import DEADLINE_S, Phase, Ranks
-from keepstep.state.capture import Snapshot
+from keepstep.state.capture import SharedValue, Snapshot
 from keepstep.state.merge import merge_trees
 from keepstep.storage.base import Storage
 
@@ -99,6 +100,7 @@ class _Entry(msgspec.Struct):
     fingerprint: str
     values: str
     ready: Ready
+    shared: list[tuple[str, int, int]] = []
 
 
 class _Answer(msgspec.Struct):
@@ -123,7 +125,8 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         StepExistsError: a step is committed there and may not be replaced.
     """
     mine = fingerprint(snapshot.structure)
-    entry = _Entry(storage.url, attempt.step, mine, f"{digest(snapshot.tree):016x}", attempt.ready)
+    shared = [(one.key, one.place, _shared_digest(one)) for one in snapshot.shared]
+    entry = _Entry(storage.url, attempt.step, mine, f"{digest(snapshot.tree):016x}", attempt.ready, shared)
     posted = phase.gather(msgspec.msgpack.encode(entry))
     answer = b""
     leftovers: tuple[str, ...] = ()
@@ -168,6 +171,8 @@ def _decide(entries: list[_Entry]) -> _Answer:
     if others:
         lines = [f"rank 0: step {first.step} in {first.url}", *others]
         raise MismatchError("ranks save different steps or to different places; nothing was written:", lines)
+    if any(entry.shared for entry in entries):
+        _check_shared(entries)
     speakers: dict[tuple[str, str], int] = {}
     for rank, entry in enumerate(entries):
         speakers.setdefault((entry.fingerprint, entry.values), rank)
@@ -180,6 +185,29 @@ def _decide(entries: list[_Entry]) -> _Answer:
     busy = any(entry.ready.busy for entry in entries)
     agents = tuple(entry.ready.agent for entry in entries) if first.ready.agent else ()
     return _Answer(secrets.token_hex(4), world, chosen, busy, agents)
+
+
+def _shared_digest(one: SharedValue) -> int:
+    """Of everything in a value: what one rank stores for others must be what they have."""
+    return digest(encode([one.value, list(map(content, one.tensors))], refused=[]))
+
+
+def _check_shared(entries: list[_Entry]) -> None:
+    """Ranks at the same place of a mesh share one value, and only the first of them stores it."""
+    first: dict[tuple[str, int], tuple[int, int]] = {}
+    differing = []
+    for rank, entry in enumerate(entries):
+        for key, place, value in entry.shared:
+            other, known = first.setdefault((key, place), (rank, value))
+            if value != known:
+                differing.append(
+                    f"{key}: rank {rank} has another value than rank {other}, at the same place of its mesh"
+                )
+    if differing:
+        raise MismatchError(
+            "nothing was written: ranks that share a value differ. Name in dims= every dimension along which it differs:",
+            differing,
+        )
 
 
 def _speak(ranks: Ranks, mine: _Told, reply: _Answer, own_fingerprint: str, deadline_s: float) -> _Told:

@@ -341,7 +341,8 @@ def _read_class(plain: dict[str, Any], depth: int) -> Any:
 def _read_rank_ref(plain: dict[str, Any], _depth: int) -> RankRef:
     ref = msgspec.convert({key: value for key, value in plain.items() if key != "$"} | {"rule": plain["rule"]}, RankRef)
     places = math.prod(ref.sizes) if ref.names else 0
-    if len(ref.names) != len(ref.sizes) or len(ref.owners) != places or any(size < 1 for size in ref.sizes):
+    named = len(ref.names) == len(set(ref.names)) == len(ref.sizes)
+    if not named or len(ref.owners) != places or any(size < 1 for size in ref.sizes):
         raise ValueError(f"{len(ref.owners)} owners of places in {ref.names} of {ref.sizes}")
     return ref
 

@@ -143,6 +143,8 @@ class TreeBinder(ABC):
                 return self._bind_dict(target, node, path)
         elif type(target) is list and type(node) is list:
             return self._bind_list(target, node, path)
+        elif type(target) in (tuple, deque) and type(node) is type(target):
+            return self._bind_items(target, node, path)
         self._lose(target, path)
         self._report.restored += 1
         return self._plain(node, path, target)
@@ -152,7 +154,7 @@ class TreeBinder(ABC):
         made = {key: self._bind(target.get(key, ABSENT), item, join(path, key)) for key, item in node.items()}
 
         def finish() -> None:
-            values = {key: self.value_of(value) for key, value in made.items()}
+            values = self.value_of(made)
             target.clear()
             target.update(values)
             target.update(kept)
@@ -170,10 +172,18 @@ class TreeBinder(ABC):
         ]
 
         def finish() -> None:
-            target[:] = [*(self.value_of(value) for value in made), *kept]
+            target[:] = [*self.value_of(made), *kept]
 
         self._then(finish)
         return target
+
+    def _bind_items(self, target: Any, node: Any, path: str) -> Any:
+        """Another container of the same kind, around the tensors and objects that are there."""
+        for index, item in enumerate(target):
+            if index >= len(node):
+                self._lose(item, join(path, index))
+        made = [self._bind(child(target, index), item, join(path, index)) for index, item in enumerate(node)]
+        return deque(made, node.maxlen) if type(node) is deque else tuple(made)
 
     def _bind_rank(self, target: Any, ref: RankRef, path: str, *, fresh: bool = False) -> Slot:
         """A place for this rank's own value, which is bound once all places are known."""

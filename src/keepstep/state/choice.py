@@ -82,7 +82,7 @@ def choose(ref: RankRef, target: Any, *, saved_world: int, rank: int, world: int
         )
         return Choice(problem=text)
     if rule == "error" or rule not in RULES:
-        return Choice(problem=_refusal(rule, before, after))
+        return Choice(problem=_refusal(rule, before, f"there are {world}" if scope.names == PLAIN else after))
     new, gone = _beyond(names, now, sizes), _beyond(names, sizes, now)
     if all(here[name] < size for name, size in zip(names, sizes, strict=True)):
         return Choice("take", (owners[_place(here, names, sizes)],), new, gone, rule=rule, here=here)
@@ -113,17 +113,15 @@ def _place(here: Coordinates, names: tuple[str, ...], sizes: tuple[int, ...]) ->
     return place
 
 
-def _refusal(rule: Rule, before: str, after: str) -> str:
+def _refusal(rule: Rule, before: str, now: str) -> str:
+    text = f"saved per rank on {before}, now {now}"
     if rule == FUNCTION:
         return (
-            f"saved per rank on {before} with a function as its rule, now there are {after}; give it to per_rank here"
+            f"{text}; its rule was a function, which is not stored: mark the target with ks.per_rank and that function"
         )
     if rule not in RULES:
-        return f"saved per rank on {before}, now there are {after}, with the unknown rule {rule!r}"
-    return (
-        f"saved per rank on {before}, now there are {after}; give per_rank an on_world_change rule, or leave the component"
-        " out with only="
-    )
+        return f"{text}; its rule {rule!r} is not known here: mark the target with ks.per_rank and another one"
+    return f"{text}; give per_rank an on_world_change rule, or leave the component out with only="
 
 
 def _grid(names: tuple[str, ...], sizes: tuple[int, ...]) -> str:
