@@ -39,6 +39,10 @@ __all__ = ["Collector", "SharedValue", "Snapshot", "capture", "names_of"]
 
 LARGE_ARRAY_BYTES = 1 << 16
 MAX_FOLDERS = 12
+_NO_POSITION = (
+    "a DataLoader, which does not know which of its batches were used: give the state the ResumableBatchSampler under it, or"
+    " take a ResumableLoader or a StreamReader (keepstep.data), or a StatefulDataLoader"
+)
 _KINDS: dict[type, str] = {RankRef: "per_rank", TensorRef: "tensor"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple, deque)
@@ -246,6 +250,9 @@ class Collector:
             return ObjectNode(GENERATOR, type(value).__name__, as_stateful(value).state_dict())
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
+        if isinstance(value, torch.utils.data.DataLoader):
+            self.refused.append(f"{path}: {_NO_POSITION}")
+            return None
         return value
 
     def _walk(self, tree: dict[str, Any], path: str) -> dict[Any, Any]:
