@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from keepstep.check.trace import read_trace
-from keepstep.drill.judge import Baseline, baseline_of, judge_resumed, judge_stopped
-from keepstep.drill.places import committed_steps, site
-from keepstep.drill.runs import Ended, Site, Start, run
+from keepstep.check.trace import DRILL_VARIABLE, DrillOrders, encode_orders, read_trace
+from keepstep.drill.judge import baseline_of, judge_resumed, judge_stopped
+from keepstep.drill.places import committed_steps
+from keepstep.drill.runs import Ended
 from keepstep.errors import DrillError
 from tests.architecture.source import ROOT
-from tests.helpers.forgetful import MUTATIONS
+from tests.helpers.forgetful import MUTATIONS, forgetting
+from tests.helpers.jobs import alone, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -57,54 +60,60 @@ def test_the_page_lists_what_is_left_out_and_what_is_named():
     assert {kind: named or NAMED[kind] for kind, named in rows} == {kind: NAMED[kind] for kind in MUTATIONS}
 
 
-def command(kind: str | None, root: Path) -> tuple[str, ...]:
-    through = [] if kind is None else [str(LAUNCHER), kind]
-    return sys.executable, *through, str(SCRIPT), str(root)
+# --- every kind: processes that are forked where torch is there already ---------------------------------------------
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+def start(rank, kind, folder, stop_at):
+    """One start of the script, as a drill would order it, by a keepstep that forgets one kind of state."""
+    orders = DrillOrders(str(folder / "root"), str(folder / "trace"), stop_at)
+    os.environ[DRILL_VARIABLE] = encode_orders(orders)
+    sys.path.insert(0, str(SCRIPT.parent))
+    sys.argv = [str(SCRIPT), str(folder / "unused")]
+    with contextlib.nullcontext() if kind is None else forgetting(kind), contextlib.suppress(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def started(kind: str | None, place: Site, *, stop_at: int | None = None) -> Ended:
-    """One start of the script by the drill's own means, to its end."""
-    start = Start("test", 1, command(kind, place.folder / "unused"), place, environment(), 120.0, stop_at)
-    events = run(start)
-    while True:
-        try:
-            next(events)
-        except StopIteration as end:
-            return end.value
-
-
-@dataclass(frozen=True)
-class Drilled:
-    work: Path
-    baseline: Baseline
-    stopped: Site
+def starts(work):
+    """A reference, a run that is stopped, and from there one resume for each kind, and one that forgets nothing."""
+    run_job(work / "jobs" / "reference", 1, start, None, work / "reference", None)
+    run_job(work / "jobs" / "stop", 1, start, None, work / "stop", STOP)
+    for kind in (None, *MUTATIONS):
+        shutil.copytree(work / "stop" / "root", work / str(kind) / "root")
+        run_job(work / "jobs" / str(kind), 1, start, kind, work / str(kind), None)
 
 
 @pytest.fixture(scope="module")
-def drilled(tmp_path_factory) -> Drilled:
-    """What every resume is compared with, and what it goes on from: made once, as a drill makes them."""
-    work = tmp_path_factory.mktemp("drill")
-    with site(work, "reference") as place:
-        ended = started(None, place)
-        assert not ended.failure, ended.tail
-        baseline = baseline_of(read_trace(place.trace), last=LAST, stop_at=STOP)
-    with site(work, "stop") as stopped:
-        ended = started(None, stopped, stop_at=STOP)
-        verdict = judge_stopped(baseline, read_trace(stopped.trace), ended, committed_steps(stopped.root))
-        assert verdict.holds, verdict
-    return Drilled(work, baseline, stopped)
+def work(rank_pool, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("drill")
+    rank_pool(1)(alone, starts, folder, timeout_s=240)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def baseline(work):
+    made = baseline_of(read_trace(work / "reference" / "trace"), last=LAST, stop_at=STOP)
+    stopped = work / "stop"
+    verdict = judge_stopped(made, read_trace(stopped / "trace"), ended(stopped), committed_steps(stopped / "root"))
+    assert verdict.holds, verdict
+    return made
+
+
+def ended(folder: Path) -> Ended:
+    """How a start ended that ended well."""
+    (run,) = read_trace(folder / "trace").ranks[0]
+    return Ended(folder / "log", 0, 1.0, begun=True, begin=run.began.step, step=run.last_step)
+
+
+def test_nothing_is_found_when_nothing_is_left_out(work, baseline):
+    folder = work / "None"
+    verdict = judge_resumed("resume", baseline, read_trace(folder / "trace"), ended(folder), begin=STOP)
+    assert verdict.holds, verdict
+    assert (verdict.steps, verdict.differing) == (LAST - STOP, 0)
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
-def test_whatever_is_left_out_is_caught_and_named(kind, drilled):
-    with site(drilled.work, kind, like=drilled.stopped) as place:
-        ended = started(kind, place)
-    assert not ended.failure, ended.tail
-    verdict = judge_resumed("resume", drilled.baseline, read_trace(place.trace), ended, begin=STOP)
+def test_whatever_is_left_out_is_caught_and_named(kind, work, baseline):
+    verdict = judge_resumed("resume", baseline, read_trace(work / kind / "trace"), ended(work / kind), begin=STOP)
     assert verdict.result == "broken"
     if kind == "progress":
         assert (verdict.first.step, verdict.first.what) == (1, "progress")
@@ -114,19 +123,16 @@ def test_whatever_is_left_out_is_caught_and_named(kind, drilled):
     assert verdict.first.causes
 
 
-def test_nothing_is_found_when_nothing_is_left_out(drilled):
-    with site(drilled.work, "whole", like=drilled.stopped) as place:
-        ended = started(None, place)
-    verdict = judge_resumed("resume", drilled.baseline, read_trace(place.trace), ended, begin=STOP)
-    assert verdict.holds, verdict
-    assert (verdict.steps, verdict.differing) == (LAST - STOP, 0)
+# --- the command, on a script that is started in the usual way ------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [None, "optimizer_state"])
 def test_the_command_itself_says_so(kind, tmp_path):
+    through = [] if kind is None else [str(LAUNCHER), kind]
     asked = [sys.executable, "-c", "from keepstep.cli.main import main; main()", "drill", "--only", "resume", "--json"]
-    asked += ["--work", str(tmp_path / "work"), "--", *command(kind, tmp_path / "unused")]
-    ran = subprocess.run(asked, capture_output=True, text=True, timeout=240, check=False, env=environment())
+    asked += ["--work", str(tmp_path / "work"), "--", sys.executable, *through, str(SCRIPT), str(tmp_path / "unused")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(asked, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert ran.returncode == (0 if kind is None else DrillError.exit_status), ran.stderr
     report = json.loads(ran.stdout)
     resumed = next(one for one in report["verdicts"] if one["scenario"] == "resume")
