@@ -153,10 +153,16 @@ def test_everything_that_cannot_be_attached_is_listed_at_once(tmp_path):
 
 
 def test_files_that_are_too_large_for_every_step_are_refused(tmp_path):
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate((1 << 30) + 1)
-    with pytest.raises(ks.errors.UsageError, match=r"1,073,741,825 bytes in all.*1,073,741,824 are the limit"):
-        ks.TrainState(files={"large": tmp_path / "large"})
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "folder").mkdir()
+    for name in ("a", "b", "c"):
+        with (tmp_path / "blobs" / name).open("wb") as file:
+            file.truncate((1 << 30) + 1 if name != "a" else 5)
+    (tmp_path / "folder" / "link").symlink_to(tmp_path / "blobs")
+    with pytest.raises(ks.errors.UsageError) as caught:
+        ks.TrainState(files={"large": tmp_path / "folder"})
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.endswith("link/b: with it more than 1,073,741,824 bytes, which every step would hold")
 
 
 def test_links_are_followed_and_what_they_lead_to_is_stored(tmp_path):

@@ -6,7 +6,6 @@ file: it says what the disk holds beside what was saved, and ``write`` puts what
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -44,6 +43,7 @@ class _Reading:
 
     known: Mapping[str, _Look]
     found: dict[str, _Look] = field(default_factory=dict)
+    size_bytes: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -67,9 +67,6 @@ class Files:
         self._trees: dict[str, Tree] = {}
         self._restored: dict[str, Tree] | None = None
         wrong = [f"{name!r}: not a name" for name in paths if type(name) is not str or not name]
-        total = 0 if wrong else sum(_size(path) for path in self._paths.values())
-        if total > MAX_BYTES:
-            wrong.append(f"{total:,} bytes in all; every step would hold them, and {MAX_BYTES:,} are the limit")
         wrong = wrong or self._look()
         if wrong:
             raise UsageError("files= attaches files and folders by name; it cannot attach\n  " + "\n  ".join(wrong))
@@ -156,15 +153,6 @@ class Files:
         return f"differs on the disk ({', '.join(notes[:SHOWN])}{', …' if len(notes) > SHOWN else ''})"
 
 
-def _size(path: Path) -> int:
-    """Bytes of a file, or of everything below a folder; what is not there has none."""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            return path.stat().st_size
-        return sum(part.stat().st_size for part in path.rglob("*") if part.is_file())
-    return 0
-
-
 def _read(path: Path, reading: _Reading, above: tuple[Path, ...]) -> Any:
     """The content of a file, or the tree of a folder; ``above`` are the real folders it lies in."""
     try:
@@ -191,6 +179,12 @@ def _read(path: Path, reading: _Reading, above: tuple[Path, ...]) -> Any:
 def _read_file(path: Path, reading: _Reading) -> torch.Tensor:
     found = path.stat()
     signature = found.st_ino, found.st_size, found.st_mtime_ns
+    room, reading.size_bytes = MAX_BYTES - reading.size_bytes, reading.size_bytes + found.st_size
+    if found.st_size > room:
+        # Told once, for the file that is too much; nothing after it is read.
+        if room >= 0:
+            reading.problems.append(f"{path}: with it more than {MAX_BYTES:,} bytes, which every step would hold")
+        return torch.empty(0, dtype=torch.uint8)
     look = reading.found.get(str(path)) or reading.known.get(str(path))
     if look is None or look.signature != signature:
         data = bytearray(path.read_bytes())
