@@ -161,7 +161,14 @@ def test_persistent_workers_and_loops_that_are_left_early():
     assert epochs(loader) == [second]
 
 
-def test_pinned_batches_and_structures_come_as_they_are():
+@pytest.mark.slow
+def test_workers_that_are_started_anew_give_the_same():
+    (first,) = epochs(data.ResumableLoader(Noisy(10), batch_size=4))
+    (spawned,) = epochs(data.ResumableLoader(Noisy(10), batch_size=4, num_workers=1, multiprocessing_context="spawn"))
+    assert spawned == first
+
+
+def test_structures_come_as_they_are():
     def collate(samples):
         return {"numbers": torch.stack(samples), "names": [str(int(sample)) for sample in samples]}
 

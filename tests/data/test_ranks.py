@@ -36,7 +36,8 @@ def test_one_epoch_over_two_one_three_and_two_ranks(rank_pool, tmp_path):
     whole = [batch.tolist() for batch in ResumableLoader(Noisy(53), global_batch_size=6, seed=3)]
     seen = []
     for ranks, batches, workers in ((2, 3, 0), (1, 2, 0), (3, 2, 2), (2, 9, 0)):
-        parts = rank_pool(ranks)(consumed, tmp_path, batches, options | {"num_workers": workers})
+        fork = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        parts = rank_pool(ranks)(consumed, tmp_path, batches, options | fork)
         for part, traced, *_ in parts:
             assert [[int(sample[0]) for sample in batch] for batch in part] == traced
         seen += together(parts)

@@ -130,7 +130,8 @@ def test_streams_go_with_their_places_to_other_ranks(rank_pool, tmp_path):
 
 
 def one_epoch(rank, root, batches, workers):
-    one = reader(shuffle_buffer=5, num_workers=workers)
+    fork = {"multiprocessing_context": "fork"} if workers else {}
+    one = reader(shuffle_buffer=5, num_workers=workers, **fork)
     with ks.Checkpointer(root, ks.TrainState(data=one.per_rank()), background="off") as ckpt:
         ckpt.restore()
         # Without boundaries: ranks come to their ends at different times, and meet in the save.
