@@ -173,6 +173,30 @@ def test_a_loss_is_explained_by_what_differed_before_it():
     assert "buffers (also those that are not persistent)" in said(blank)
 
 
+def test_a_loss_whose_batch_nobody_knows_may_come_of_another_batch():
+    def unknown(number, **changes):
+        return step(number, samples=None, **changes)
+
+    reference = trace(run(*map(unknown, range(1, 9))))
+    other = trace(run(unknown(5, loss="0x1p+0"), at=4, parts=step(4).parts))
+    assert first(other, reference).what == "loss"
+    assert said(other, reference).startswith(
+        "What the step was given is not in the trace, so it may have been another batch"
+    )
+    assert "Batch and learning rate are the same" not in said(other, reference)
+    drawn = trace(run(unknown(5, loss="0x1p+0"), at=4, parts={**step(4).parts, "rng/torch": "?"}))
+    assert [text.split()[0] for text in first(drawn, reference).causes] == ["rng/torch", "What"]
+    known = trace(run(unknown(5, loss="0x1p+0"), at=4, parts={**step(4).parts, "model": "?"}))
+    assert len(first(known, reference).causes) == 1
+
+
+def test_what_is_not_compared_is_no_cause_either():
+    other = resumed(step(5, loss="0x1p+0"), parts={**step(4).parts, "rng/python": "?"})
+    found = compare(WHOLE, other, exact=True, tolerance=0.0, ignore=("rng/python",)).first
+    assert (found.what, found.before) == ("loss", ())
+    assert "rng/python" not in " ".join(found.causes)
+
+
 @pytest.mark.parametrize(
     ("changes", "what", "word"),
     [

@@ -134,12 +134,22 @@ def _loss(seen: Evidence) -> list[str]:
             f"{_listed(_random(seen.before))} stood elsewhere before this step: dropout and the like drew other numbers. Is"
             " a generator made or seeded after `ckpt.restore()`?"
         )
+    if not whole and not _is_batch_known(seen):
+        causes.append(
+            "What the step was given is not in the trace, so it may have been another batch: data without a position in the"
+            " state, or a batch that was fetched ahead of the step it is for, or before `ckpt.restore()`. Give it to"
+            " `ckpt.step(batch=...)`, and the next drill tells."
+        )
     if not causes:
         causes.append(
             "Batch and learning rate are the same, so the forward pass was another one: parameters, buffers (also those"
             " that are not persistent), a random stream that is not in the state, or the mode (train or eval)."
         )
     return causes
+
+
+def _is_batch_known(seen: Evidence) -> bool:
+    return seen.wanted is None or seen.wanted.samples is not None or seen.wanted.batch is not None
 
 
 def _norm(seen: Evidence) -> list[str]:

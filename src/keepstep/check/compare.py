@@ -121,7 +121,7 @@ def _compare_exactly(reference: Trace, other: Trace, ignore: Collection[str]) ->
     first = min(found, key=lambda one: (one.start, one.step, one.micro, _order(one.what), one.rank or 0))
     lookup = {place: step for (rank, place), step in known.items() if rank == first.rank}
     its_run = other.starts()[first.start - 1].get(first.rank or 0)
-    return Comparison(len(steps), len(wrong), _explained(first, lookup, its_run), names=tuple(sorted(names)))
+    return Comparison(len(steps), len(wrong), _explained(first, lookup, its_run, ignore), names=tuple(sorted(names)))
 
 
 def _of_run(
@@ -170,7 +170,9 @@ def _order(name: str) -> tuple[int, int, str]:
     return len(kinds) + (name.startswith(_RANDOM)), len(_RELEVANCE), name
 
 
-def _explained(first: Difference, known: Mapping[Place, Stepped], run: Run | None) -> Difference:
+def _explained(
+    first: Difference, known: Mapping[Place, Stepped], run: Run | None, ignore: Collection[str]
+) -> Difference:
     """The same difference, with what had already differed before it, and what may have caused it."""
     place = (first.step, first.micro)
     mine = [step for step in run.steps if step.place < place] if run else []
@@ -181,7 +183,8 @@ def _explained(first: Difference, known: Mapping[Place, Stepped], run: Run | Non
         at = mine[-1].place if mine else (run.began.step, 0)
         should = known[at].parts if at in known else {}
         # Only what both sides have traced says anything.
-        before = tuple(sorted((n for n in was.keys() & should.keys() if was[n] != should[n]), key=_order))
+        both = (was.keys() & should.keys()).difference(ignore)
+        before = tuple(sorted((n for n in both if was[n] != should[n]), key=_order))
     evidence = Evidence(
         what=first.what,
         others=first.others,
