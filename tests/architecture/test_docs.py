@@ -43,7 +43,14 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
-@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/background-saves.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        pytest.param("docs/background-saves.md", marks=pytest.mark.slow),
+        pytest.param("docs/data.md", marks=pytest.mark.slow),
+    ],
+)
 def test_the_code_of_a_page_runs(page, tmp_path):
     blocks = BLOCK.findall((ROOT / page).read_text())
     assert blocks

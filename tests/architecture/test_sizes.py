@@ -17,6 +17,7 @@ EXCEPTIONS: dict[str, str] = {
     "src/keepstep/cli/drilling.py::drill_script": "a command: each of its options answers a question of its own",
     "src/keepstep/checkpointer/loading.py::load": "the public call: each of its options answers a question of its own",
     "src/keepstep/data/loader.py::ResumableLoader.__init__": "in the place of torch's DataLoader, which takes as many",
+    "src/keepstep/data/reader.py::StreamReader.__init__": "as the loader: source, streams, batches, ranks, workers",
     "src/keepstep/data/samplers.py::ResumableBatchSampler.__init__": "in the place of torch's samplers: data, cut, ranks",
 }
 

@@ -1,10 +1,14 @@
+from collections import Counter
 from itertools import islice
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import keepstep as ks
 from keepstep.data import ResumableBatchSampler, ResumableSampler
+from keepstep.data.order import Cut
 from keepstep.errors import UsageError
 from tests.data.loops import Numbers, flat
 
@@ -126,6 +130,50 @@ def test_what_was_handed_out_and_not_consumed_comes_again():
     first = list(islice(sampler, 5))
     sampler.consumed(8)
     assert list(islice(sampler, 2)) == first[2:4]
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.data(), st.integers(4, 90), st.sampled_from(["short", "drop", "pad"]))
+def test_any_worlds_prefetching_and_accumulation_see_an_epoch_once(data, samples, tail):
+    """Jobs of other sizes, each fetching ahead and told what it has consumed, until the epoch is over."""
+    state, seen, told = None, [], 0
+    while state is None or state["epoch"] == 0:
+        world = data.draw(st.integers(1, 4), label="ranks")
+        size = data.draw(st.integers(world, max(world, min(samples, 20))), label="global batch")
+        job = [
+            ResumableBatchSampler(Numbers(samples), global_batch_size=size, tail=tail, rank=rank, world=world)
+            for rank in range(world)
+        ]
+        for sampler in job:
+            if state is not None:
+                sampler.load_state_dict(state)
+        ahead = [iter(sampler) for sampler in job]
+        steps = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4), label="microbatches of each step")
+        for micro in steps:
+            before = job[0].state_dict() if state is None or job[0].epoch == 0 else None
+            fetched = [list(islice(one, micro + data.draw(st.integers(0, 3), label="ahead"))) for one in ahead]
+            if before is None or not all(fetched):
+                break
+            sizes = [batch.size for batch in Cut(samples, size, world, tail).batches(before["consumed"])][:micro]
+            for sampler in job:
+                sampler.consumed(sum(sizes))
+                seen += sampler.take_ids()
+            told += sum(sizes)
+            # What was fetched beyond comes again, as after a loop that is left early.
+            ahead = [iter(sampler) for sampler in job]
+            if job[0].epoch > 0:
+                break
+        assert len({str(sampler.state_dict()) for sampler in job}) == 1
+        state = job[0].state_dict()
+    found = Counter(seen)
+    assert told == len(seen)
+    if tail == "drop":
+        assert max(found.values(), default=1) == 1
+        assert samples - len(seen) < 20
+    else:
+        assert set(found) == set(range(samples))
+        assert len(seen) - samples < (4 if tail == "short" else 20)
 
 
 def test_a_sampler_that_is_older_than_the_process_group(rank_pool):
