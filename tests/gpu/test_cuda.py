@@ -100,3 +100,22 @@ def test_loading_uses_little_memory_beyond_the_target(tmp_path):
     before = torch.cuda.memory_allocated()
     ks.load(tmp_path / "step", into=target)
     assert torch.cuda.max_memory_allocated() - before < 2 * target["value"].nbytes
+
+
+def test_streams_of_the_device_go_on_where_they_were(tmp_path):
+    """That of the program and one of its own; a new rank's differ from them."""
+
+    def drawn(own):
+        return torch.cat([torch.rand(3, device="cuda", generator=own), torch.rand(3, device="cuda")]).tolist()
+
+    own = torch.Generator("cuda").manual_seed(3)
+    torch.cuda.manual_seed_all(4)
+    drawn(own)
+    ks.save(tmp_path / "step", ks.TrainState(noise=ks.per_rank(own, "derive")))
+    expected = drawn(own)
+    other = torch.Generator("cuda").manual_seed(5)
+    report = ks.load(tmp_path / "step", ks.TrainState(noise=ks.per_rank(other, "derive")))
+    assert report.components["rng"].reset == []
+    assert drawn(other) == expected
+    with pytest.raises(ks.errors.MismatchError, match="noise: saved from a generator on cuda"):
+        ks.load(tmp_path / "step", {"noise": ks.per_rank(torch.Generator())}, only=["noise"])

@@ -60,15 +60,15 @@ def test_ranks_at_one_place_share_a_value(change, rule):
 
     rule = translate if rule == "function" else rule
 
-    def state(value, mesh):
-        return {"data": {"position": ks.per_rank(value, rule, mesh=mesh, dims=chosen)}}
+    def state(value, mesh, dims):
+        return {"data": {"position": ks.per_rank(value, rule, mesh=mesh, dims=dims)}}
 
-    step = saved([state(at(where[rank], chosen), mesh) for rank in range(len(where))])
+    step = saved([state(at(where[rank], chosen), mesh, chosen) for rank in range(len(where))])
     values = {at(here, chosen): at(here, chosen) for here in where.values()}
     assert sorted(item for own in step.own for item in own.values()) == sorted(values)  # each is stored once
     changed = at(sizes, chosen) != at(new_sizes, chosen)
     for rank, here in new_where.items():
-        target = state("before", new_mesh)
+        target = state("before", new_mesh, chosen[::-1])
         mismatches, reports = loaded(step, target, rank, len(new_where))
         got, place = target["data"]["position"].value, at(here, chosen)
         if not changed:
@@ -95,17 +95,14 @@ def test_ranks_at_one_place_share_a_value(change, rule):
 def test_new_places_get_streams_of_their_own(change):
     (mesh, sizes, where), (new_mesh, _, new_where), chosen = change
 
-    def state(seed, mesh):
-        return {"noise": ks.per_rank(np.random.default_rng(seed), "derive", mesh=mesh, dims=chosen)}
+    def state(seed, mesh, dims):
+        return {"noise": ks.per_rank(np.random.default_rng(seed), "derive", mesh=mesh, dims=dims)}
 
-    step = saved([state(at(where[rank], chosen), mesh) for rank in range(len(where))])
-    again = [
-        [
-            one["noise"].value.integers(1 << 62)
-            for one in loaded_everywhere(step, len(new_where), lambda _: state(7, new_mesh))
-        ]
-        for _ in range(2)
-    ]
+    step = saved([state(at(where[rank], chosen), mesh, chosen) for rank in range(len(where))])
+    again = []
+    for dims in (chosen, chosen[::-1]):
+        everywhere = loaded_everywhere(step, len(new_where), lambda _, dims=dims: state(7, new_mesh, dims))
+        again.append([one["noise"].value.integers(1 << 62) for one in everywhere])
     assert again[0] == again[1]
     by_place = {}
     for rank, here in new_where.items():
@@ -298,7 +295,8 @@ class Reader:
         }
 
     def load_state_dict(self, state):
-        self.epoch, self.seen, self.noise = state["epoch"], state["seen"], state["noise"]
+        self.epoch, self.seen = state["epoch"], state["seen"]
+        self.noise = copy.deepcopy(state["noise"])  # what is given has its state already
 
 
 def test_a_part_of_an_objects_state_may_belong_to_a_rank():
@@ -528,6 +526,20 @@ def test_streams_of_devices_that_do_not_match_are_reported(monkeypatch, before, 
     assert all(text in str(report) for text in said)
 
 
+def test_a_stream_of_another_kind_of_device_is_reported(monkeypatch):
+    memory, device = ks.MemoryStorage(), torch.Generator().manual_seed(4)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", device.get_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", device.set_state)
+    ks.save(memory, ks.TrainState())
+    first = torch.rand(3, generator=device)
+    assert ks.load(memory, ks.TrainState()).components["rng"].reset == []
+    assert torch.equal(torch.rand(3, generator=device), first)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    report = ks.load(memory, ks.TrainState())
+    assert report.components["rng"].reset == ["rng: mps:0 saved, no such device here; left out"]
+
+
 def test_a_generator_of_a_device_that_is_not_here_is_a_difference():
     step = saved([{"noise": {"a": torch.Generator()}}])
     step.tree["noise"]["a"].tree["device"] = "cuda:3"
@@ -544,14 +556,19 @@ def test_a_generator_of_a_device_that_is_not_here_is_a_difference():
     assert target["noise"]["a"].initial_seed() == 3
 
 
-def test_the_global_streams_of_a_new_rank_differ_from_each_other():
-    """numpy and torch make the same numbers of the same seed."""
+def test_the_global_streams_of_a_new_rank_are_seeded_apart():
+    """numpy and torch make the same words of the same seed, so they are not given the same."""
+    np.random.seed(5)
+    torch.manual_seed(5)
+    assert torch.randint(1 << 32, ()).item() in np.random.randint(0, 1 << 32, size=2, dtype=np.uint32)
     streams = RngStreams()
     drawn = []
-    for seed in (0, 1, 1 << 31, (1 << 64) - 2):
+    for seed in (0, 1, 1 << 31, (1 << 64) - 2) * 2:
         streams.derive({}, seed)
-        drawn += [random.getrandbits(32), int(np.random.randint(1 << 32)), int(torch.randint(1 << 32, ()))]
-    assert len(set(drawn)) == len(drawn)
+        words = np.random.randint(0, 1 << 32, size=4, dtype=np.uint32).tolist()
+        drawn.append((random.getrandbits(32), *words, *torch.randint(1 << 32, (2,)).tolist()))
+    assert drawn[:4] == drawn[4:]
+    assert len({word for words in drawn for word in words}) == 4 * 7
 
 
 @settings(max_examples=8)
