@@ -2,7 +2,7 @@ from itertools import islice
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate
 
 import keepstep as ks
 from keepstep import data
@@ -148,6 +148,45 @@ def test_samples_keep_their_random_numbers_in_batches_of_another_size():
         return {sample[0]: sample[1:] for batch in epoch for sample in batch}
 
     assert noise(batch_size=3) == noise(batch_size=7) == noise(global_batch_size=20)
+
+
+def test_a_part_of_a_data_set_is_seeded_like_any_other():
+    part = Subset(Noisy(50), range(10, 30))
+    one, other = (epochs(data.ResumableLoader(part, batch_size=size))[0] for size in (3, 7))
+    assert sorted(flat(one)) == sorted(flat(other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_with_dropout_goes_on_bit_for_bit(tmp_path, workers):
+    """The random numbers of training are those of the run that did not stop, although a loader began anew."""
+
+    def train(root, steps):
+        torch.manual_seed(0)
+        loader = data.ResumableLoader(Noisy(30), batch_size=4, num_workers=workers)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double()
+        optimizer = torch.optim.Adam(model.parameters())
+        state = ks.TrainState(model=model, optimizer=optimizer, data=loader)
+        losses = []
+        with ks.Checkpointer(root, state, background="off") as ckpt:
+            ckpt.restore()
+            while ckpt.progress.step < steps:
+                for batch in loader:
+                    loss = model(batch).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+                    ckpt.step(samples=loader.batch_samples, epoch=loader.epoch)
+                    if ckpt.progress.step == steps:
+                        break
+            ckpt.save()
+            return losses, ckpt.progress.samples
+
+    whole, samples = train(tmp_path / "whole", 13)
+    parts = [train(tmp_path / "parts", steps) for steps in (5, 8, 11, 13)]
+    assert [loss for losses, _ in parts for loss in losses] == whole
+    assert parts[-1][1] == samples == 30 + 5 * 4
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Subset, get_worker_info
 
 from keepstep.data.order import mix
 
@@ -66,16 +66,23 @@ class SeededDataset:
 
         A data set that makes many samples in one call (``__getitems__``) is seeded once, by all of their numbers.
         """
-        many = getattr(self.dataset, "__getitems__", None)
         with own_streams():
-            if many is not None:
+            if _makes_many(self.dataset):
                 seed_streams(mix(draw.seed, *draw.ids))
-                return draw, many(list(draw.ids))
+                return draw, self.dataset.__getitems__(list(draw.ids))
             return draw, [self._one(number, draw.seed) for number in draw.ids]
 
     def _one(self, number: int, seed: int) -> Any:
         seed_streams(mix(seed, number))
         return self.dataset[number]
+
+
+def _makes_many(dataset: Any) -> bool:
+    """Whether many samples in one call are more to this data set than one call for each."""
+    if isinstance(dataset, Subset):
+        # It always has __getitems__, and hands on to what is inside.
+        return _makes_many(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 class SeededCollate:
