@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import runpy
@@ -158,6 +159,41 @@ def test_the_size_that_is_worth_watching_has_thirty_million_parameters():
     # Weights and two moments, four bytes each.
     assert f"{round(parameters / 1e6)} million" in script["__doc__"]
     assert f"{parameters * 12 / 1e6:.0f} MB" in script["__doc__"]
+
+
+def test_a_drill_of_the_example_holds(tmp_path):
+    script = [*command(2, "--parallel", "ddp", "--batch", 8, "--accumulate", 2, "--workers", 1, "--bf16", "--steps", 8)]
+    drill = [
+        "drill",
+        "--kills",
+        2,
+        "--seed",
+        1,
+        "--only",
+        "resume",
+        "--only",
+        "kills",
+        "--json",
+        "--timeout-s",
+        200,
+        "--",
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "keepstep.cli.main", *map(str, drill), *script],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["result"] == "holds"
+    assert [one["scenario"] for one in report["verdicts"]] == ["reference again", "stop", "resume", "kills"]
+    assert all(one["result"] == "holds" for one in report["verdicts"])
+    # Its own folder is not touched.
+    assert not list(tmp_path.iterdir())
 
 
 def demo_trace(**changes):
