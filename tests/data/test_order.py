@@ -20,7 +20,7 @@ def cuts(draw):
     return Cut(draw(st.integers(max(size, 1), 200)), size, world, draw(st.sampled_from(TAILS)))
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 10**6))
 @example(1, 0, 0)
 @example(2, 0, 0)

@@ -1,3 +1,4 @@
+from collections import Counter
 from itertools import islice
 
 import pytest
@@ -111,11 +112,11 @@ def test_workers_that_do_not_divide_the_streams_and_persistent_ones():
 def test_streams_that_repeat_read_every_shard_once_in_each_epoch():
     source = Shards(*LENGTHS)
     one = reader(source, repeat=True, batch_size=1, shuffle_buffer=3)
-    seen = flat([batch.tolist() for batch in islice(one, 51 * 40)])
-    counts = {item: seen.count(item) for item in source.everything()}
+    counts = Counter(flat([batch.tolist() for batch in islice(one, 51 * 12)]))
     # Streams go at their own pace, so one may be some epochs ahead; none of them leaves anything out.
-    assert min(counts.values()) > 20
-    assert one.epoch > 20
+    assert set(counts) == set(source.everything())
+    assert min(counts.values()) >= 6
+    assert one.epoch >= 6
 
 
 @pytest.mark.case(141)
