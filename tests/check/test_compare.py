@@ -190,6 +190,16 @@ def test_a_loss_whose_batch_nobody_knows_may_come_of_another_batch():
     assert len(first(known, reference).causes) == 1
 
 
+@pytest.mark.parametrize("changes", [{"loss": "0x1p+0"}, {"batch": "other", "samples": None}], ids=["loss", "batch"])
+def test_a_stream_that_came_back_and_moves_otherwise_is_drawn_from_at_the_start(changes):
+    moved = step(5, parts={**step(5).parts, "rng/torch": "?"}, **changes)
+    text = said(resumed(moved, parts=step(4).parts))
+    assert "rng/torch came back as in the reference, and stands elsewhere after this step" in text
+    assert "came back" not in said(resumed(moved, parts={**step(4).parts, "rng/torch": "?"}))
+    # Later on it may follow from anything.
+    assert "came back" not in said(trace(run(step(4), moved, at=3, parts=step(3).parts)))
+
+
 def test_what_is_not_compared_is_no_cause_either():
     other = resumed(step(5, loss="0x1p+0"), parts={**step(4).parts, "rng/python": "?"})
     found = compare(WHOLE, other, exact=True, tolerance=0.0, ignore=("rng/python",)).first

@@ -78,12 +78,15 @@ def _data(seen: Evidence) -> list[str]:
                 " each start, from a seed or generator that is not in the state, or for another epoch?"
             )
     else:
-        causes.append("The data's position or order: give the sampler or loader to TrainState(data=...).")
+        causes.append(
+            "The data's position or order: give the sampler or loader to TrainState(data=...). A batch that is fetched ahead"
+            " of the step it is for belongs into the state as well."
+        )
     if _random(seen.before):
         causes.append(
             f"{_listed(_random(seen.before))} differed before this step, so what is drawn from it differs too."
         )
-    return causes
+    return causes + _drawn(seen)
 
 
 def _same_elsewhere(seen: Evidence) -> int | None:
@@ -134,6 +137,7 @@ def _loss(seen: Evidence) -> list[str]:
             f"{_listed(_random(seen.before))} stood elsewhere before this step: dropout and the like drew other numbers. Is"
             " a generator made or seeded after `ckpt.restore()`?"
         )
+    causes += _drawn(seen)
     if not whole and not _is_batch_known(seen):
         causes.append(
             "What the step was given is not in the trace, so it may have been another batch: data without a position in the"
@@ -146,6 +150,18 @@ def _loss(seen: Evidence) -> list[str]:
             " that are not persistent), a random stream that is not in the state, or the mode (train or eval)."
         )
     return causes
+
+
+def _drawn(seen: Evidence) -> list[str]:
+    """Streams that came back as they should, and have moved otherwise in the first step."""
+    names = [name for name in _random(seen.others) if name not in seen.before]
+    if not names or not seen.after_restore:
+        return []
+    return [
+        f"{_listed(names)} came back as in the reference, and stands elsewhere after this step: the resumed run draws more"
+        " numbers, or fewer. Is something drawn after `ckpt.restore()` that an uninterrupted run draws at its start only,"
+        " such as a first batch or an order?"
+    ]
 
 
 def _is_batch_known(seen: Evidence) -> bool:
