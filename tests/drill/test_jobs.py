@@ -86,5 +86,12 @@ def test_the_end_of_a_log_shows_the_errors_that_a_launcher_buries(tmp_path):
     lines = log_tail(log).splitlines()
     assert lines[:2] == ["[rank1]: keepstep.errors.StepNotFoundError: nothing", "…"]
     assert (len(lines), lines[-1]) == (14, "end")
+    listed = [
+        "[rank0]: keepstep.errors.MismatchError: values differ:",
+        "[rank0]:   - best: 1 and 2",
+        "[rank0]:   - worst: 3",
+    ]
+    log.write_text("\n".join([*listed, "[rank0]: (on rank 0)", *["words"] * 30]))
+    assert log_tail(log).splitlines()[:4] == [*listed, "…"]
     log.write_bytes(b"\xff\xfe" * 100_000)
     assert len(log_tail(log)) <= 1 << 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -24,7 +25,10 @@ GONE_S = 20.0
 SETTLE_S = 120.0
 LOOK_S = 0.002
 TAIL_BYTES, TAIL_LINES, TAIL_ERRORS = 1 << 16, 12, 4
+ERROR_LINES = 21
+"""Of one error: its first line, and what it lists below."""
 _ERROR = re.compile(r"^(\[\w+\]: ?)?[\w.]*(Error|Exception|Exit)\b.*:")
+_LISTED = re.compile(r"^(\[\w+\]: ?)? +- ")
 _AGENT = b"keepstep.agent.server"
 
 
@@ -161,5 +165,12 @@ def log_tail(log: Path) -> str:
             lines = stream.read().decode(errors="replace").rstrip().splitlines()
     except OSError:
         return ""
-    errors = [line for line in lines[:-TAIL_LINES] if _ERROR.match(line)][:TAIL_ERRORS]
+    begins = [at for at, line in enumerate(lines[:-TAIL_LINES]) if _ERROR.match(line)][:TAIL_ERRORS]
+    errors = [line for at in begins for line in _whole_error(lines[at : len(lines) - TAIL_LINES])]
     return "\n".join([*errors, *(["…"] if errors else []), *lines[-TAIL_LINES:]])
+
+
+def _whole_error(lines: list[str]) -> list[str]:
+    """The error that begins here, with the list that it ends in, if it does."""
+    more = itertools.takewhile(_LISTED.match, lines[1:ERROR_LINES])
+    return [lines[0], *more]
