@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 
 from keepstep.commit.catalog import read_catalog
-from keepstep.commit.retention import Keep, remove_step, to_remove
-from keepstep.format.manifest import Manifest
+from keepstep.commit.pins import pinned_steps
+from keepstep.commit.publish import newest_incarnation
+from keepstep.commit.retention import Keep, for_space, judge, make_room, remove_step
+from keepstep.commit.weights import drop_optimizers, droppable
+from keepstep.errors import StorageError
+from keepstep.format.manifest import MANIFEST_NAME, Manifest, step_name
 from keepstep.storage.base import Storage
 
 __all__ = ["Order", "tidy"]
@@ -28,11 +34,32 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
-    """After a commit: lets old steps go. Failing here loses nothing.
+    """After a commit: lets old steps go, or their optimizers. Failing here loses nothing.
+
+    A start of the job that another one has followed lets nothing go: what that one has resumed from is not known here.
 
     Raises:
-        StorageError: something could not be removed; committed steps that stay are untouched.
+        CorruptError: an old step that was to lose its optimizer is damaged; it stays as it is.
+        StorageError: something could not be removed, or more space was wanted than could be made; committed steps that
+            stay are untouched.
     """
-    catalog = read_catalog(root)
-    for step in to_remove(catalog, order.keep or Keep(last=None), run=manifest.lineage.run, protect={*order.protect}):
-        remove_step(root, step)
+    keep = order.keep
+    if keep is None or newest_incarnation(root) > manifest.lineage.incarnation:
+        return
+    catalog, pinned = read_catalog(root), pinned_steps(root)
+    if (manifest.step, manifest.save_id) not in {(found.step, found.save_id) for found in catalog.steps}:
+        # Whatever the storage said as it took the manifest: without that step, the ones before it are all there is.
+        lost = FileNotFoundError(errno.ENOENT, "the step just committed is not there; nothing was removed")
+        raise StorageError("find", f"{step_name(manifest.step)}/{MANIFEST_NAME}", lost)
+    fates = judge(catalog, keep, run=manifest.lineage.run, resumed={*order.protect}, pinned=pinned | {manifest.step})
+    for fate in reversed(fates):
+        if fate.goes:
+            remove_step(root, fate.found)
+        elif fate.strip and droppable(manifest):
+            # (A state without an optimizer has nothing to drop: no old manifest has to be read to see that.)
+            drop_optimizers(root, fate.found.step)
+    if keep.min_free_bytes:
+        free = make_room(root, for_space(fates), keep.min_free_bytes)
+        if free is not None and free < keep.min_free_bytes:
+            text = f"{free:,} bytes are free, {keep.min_free_bytes:,} are wanted, and no more steps may go for that"
+            raise StorageError("make room", root.url, OSError(errno.ENOSPC, text))

@@ -6,7 +6,9 @@ hint ``latest`` moves after it, and old steps go after that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +45,7 @@ __all__ = [
 LATEST_NAME = "latest"
 RUN_NAME = "run.json"
 INCARNATIONS = "incarnations"
+_log = logging.getLogger("keepstep")
 OVERTAKEN_S = 0.5
 """A manifest that took longer than this to be put in place is looked after: deadlines are a second or more."""
 
@@ -92,7 +95,7 @@ def commit_step(
         leftovers: names that were in the step's folder before this attempt.
 
     Raises:
-        CorruptError: the receipts do not cover the plan.
+        CorruptError: the receipts do not cover the plan; or the storage does not show what it took.
         RankFailedError: a later start of the job has taken over.
         StepExistsError: a step is committed there and may not be replaced.
         StorageError: the manifest could not be put in place.
@@ -102,17 +105,60 @@ def commit_step(
         # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
         raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
     data, began = pack_manifest(manifest), time.monotonic()
-    if replace:
-        # Readers see the old step or the new one, whole.
+    sure, failed = True, None
+    try:
+        if replace:
+            # Readers see the old step or the new one, whole.
+            storage.put(MANIFEST_NAME, data)
+        else:
+            sure = storage.put_new(MANIFEST_NAME, data)
+    except StorageError as err:
+        sure, failed = False, err
+    if not sure:
+        # The answer may have been lost, not the step: what a reader finds tells.
+        shown = False
+        with contextlib.suppress(StorageError):
+            shown = _is_in_place(storage, data)
+        if not shown:
+            raise failed or StepExistsError(f"{storage.url} is already committed; it was left as it is")
+        # This attempt's own manifest. That it is seen does not mean that it is durable; that it is put once more does.
         storage.put(MANIFEST_NAME, data)
-    elif not storage.put_new(MANIFEST_NAME, data):
-        raise StepExistsError(f"{storage.url} is already committed; it was left as it is")
     if time.monotonic() - began > OVERTAKEN_S:
         _check_not_overtaken(storage, manifest)
     if leftovers:
-        # Only now may anything else in the folder go: an earlier attempt's files, or those of the step just replaced.
-        storage.delete(leftovers)
+        _drop(storage, data, leftovers)
     return manifest, f"{digest(data):016x}"
+
+
+def _is_in_place(storage: Storage, data: bytes) -> bool:
+    """Whether a reader finds exactly this manifest.
+
+    Raises:
+        StorageError: that cannot be known now.
+    """
+    try:
+        return read_blob(storage, MANIFEST_NAME, len(data)) == data
+    except CorruptError:
+        return False
+    except StorageError as err:
+        if err.errno != errno.ENOENT:
+            raise
+        return False
+
+
+def _drop(storage: Storage, data: bytes, leftovers: Sequence[str]) -> None:
+    """An earlier attempt's files, or those of the step just replaced, go. The step exists, even when they do not go."""
+    try:
+        if _is_in_place(storage, data):
+            storage.delete(leftovers)
+            return
+    except StorageError as err:
+        _log.warning("%s: files of an earlier attempt are left until the next start: %s", storage.url, err)
+        return
+    # What is still there instead must not lose its files.
+    raise CorruptError(
+        f"{storage.url}: the storage took the manifest and does not show it; what was there before was left alone"
+    )
 
 
 def _check_not_overtaken(storage: Storage, manifest: Manifest) -> None:
