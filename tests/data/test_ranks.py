@@ -1,10 +1,13 @@
 """Data over real ranks: the samples of all of them together, through changes of their number."""
 
+from itertools import islice
+
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 import keepstep as ks
-from keepstep.data import ResumableBatchSampler, ResumableLoader
-from tests.data.loops import Noisy, Numbers, flat
+from keepstep.data import ResumableBatchSampler, ResumableLoader, StreamReader
+from tests.data.loops import Noisy, Numbers, Shards, flat
 
 
 def consumed(rank, root, batches, options):
@@ -71,6 +74,31 @@ def test_four_ranks_become_two_and_eight(rank_pool, tmp_path):
     assert [len(batches) for batches in left] == [3] * 8
     ids = [int(sample[0]) for sample in flat(seen)] + flat(flat(left))
     assert sorted(ids) == list(range(96))
+
+
+def test_ranks_of_one_data_parallel_place_read_the_same(rank_pool, tmp_path):
+    """Two places of two tensor-parallel ranks each, then one place of two: both ranks of a place read alike."""
+    first = rank_pool(4)(on_a_mesh, tmp_path, 2, 3)
+    assert first[0] == first[1]
+    assert first[2] == first[3]
+    second = rank_pool(2)(on_a_mesh, tmp_path, 1, 99)
+    assert second[0] == second[1]
+    for kind, everything in enumerate((list(range(40)), Shards(9, 7, 5, 8).everything())):
+        seen = [flat(part[kind]) for part in (first[0], first[2], second[0])]
+        assert sorted(flat(seen)) == everything
+
+
+def on_a_mesh(rank, root, places, batches):
+    mesh = init_device_mesh("cpu", (places, 2), mesh_dim_names=("dp", "tp"))
+    place = {"rank": mesh.get_local_rank("dp"), "world": places}
+    loader = ResumableLoader(Numbers(40), global_batch_size=4, **place)
+    reader = StreamReader(Shards(9, 7, 5, 8), streams=4, batch_size=2, shuffle_buffer=3, repeat=False, **place)
+    state = {"data": loader, "rows": reader.per_rank(mesh=mesh, dims="dp")}
+    if (root / "step").exists():
+        ks.load(root / "step", into=state)
+    seen = [[batch.tolist() for batch in islice(source, batches)] for source in (loader, reader)]
+    ks.save(root / "step", state, overwrite=True)
+    return seen
 
 
 @pytest.mark.parametrize("tail", ["short", "drop", "pad"])

@@ -270,7 +270,9 @@ def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[st
     own = shared
     if 0 < rank < manifest.world_size and shared[OWN_NAME] is not None:
         own = {OWN_NAME: None}
-        read_named(storage, manifest, STATE_FOLDER, rank=rank, targets=own)
+        # A rank whose values another rank of its place stores may have stored nothing at all.
+        if any(record.rank == rank for record in manifest.files.get(STATE_FOLDER, ())):
+            read_named(storage, manifest, STATE_FOLDER, rank=rank, targets=own)
     saved, values_of_rank = shared[TREE_NAME], own[OWN_NAME]
     tree = decode(b"null" if saved is None else saved.numpy().tobytes())
     values = {} if values_of_rank is None else decode(values_of_rank.numpy().tobytes())
