@@ -31,6 +31,7 @@ from keepstep.format.manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     OWN_NAME,
+    STATE_FOLDER,
     TREE_NAME,
     VERSION,
     Component,
@@ -38,6 +39,7 @@ from keepstep.format.manifest import (
     Manifest,
     Receipt,
     Versions,
+    pack_manifest,
 )
 from keepstep.format.shardfile import pack_header
 from keepstep.move.arena import ONCE_BYTES, Arena
@@ -48,11 +50,10 @@ from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.capture import Snapshot, capture
 from keepstep.state.provenance import NO_CONFIG, code_revision
 from keepstep.state.train_state import TrainState
-from keepstep.storage.base import Storage
 from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
-__all__ = ["Saved", "no_collection", "order_of", "planned_files", "save", "save_step"]
+__all__ = ["Saved", "file_heads", "no_collection", "order_of", "planned_files", "save", "save_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +111,27 @@ def save_step(
             snapshot = capture(state, rank=ranks.rank, world=ranks.world)
         with timeline.span("plan"):
             agreed = agree(phase, ranks, storage, snapshot, attempt)
+            order = order_of(snapshot, agreed, attempt, ranks.world) if ranks.rank == 0 else None
     with no_collection(), ranks.phase(f"write step {attempt.step}", attempt.deadline_s) as phase:
-        receipt, plan = _write(storage, snapshot, agreed, ranks=ranks, arena=arena, timeline=timeline)
+        with timeline.span("plan"):
+            files, extras = planned_files(snapshot, agreed, ranks.rank)
+            origin = Origin(agreed.save_id, agreed.step, ranks.rank)
+            heads = file_heads(files, origin, order)
+        with contextlib.closing(ShardWriter(storage, heads, origin=origin, arena=arena)) as writer:
+            with timeline.span("copy"):
+                for chunk in fill(files, snapshot.locals, extras, arena, timeline):
+                    writer.submit(chunk)
+            with timeline.span("compare"):
+                digests = replica_digests(snapshot, agreed.plan.stored, ranks.rank) if ranks.world > 1 else {}
+            with timeline.span("write"):
+                receipt = msgspec.structs.replace(writer.finish(), replica_digests=digests)
         with timeline.span("commit"):
             posted = phase.gather(msgspec.json.encode(receipt))
             answer = b""
-            if posted is not None:
+            if posted is not None and order is not None:
                 receipts = [msgspec.json.decode(raw, type=Receipt) for raw in posted]
                 answer = replicas_differ(receipts) if ranks.world > 1 else b""
                 if not answer:
-                    order = order_of(snapshot, agreed, attempt, ranks.world)
                     manifest, manifest_digest = commit_step(
                         storage,
                         order.manifest,
@@ -134,7 +146,7 @@ def save_step(
     if not answer.startswith(b"{"):
         with ranks.phase(f"compare step {attempt.step}", attempt.deadline_s) as phase:
             replica_details(phase, snapshot, agreed.plan.stored, answer.decode())
-    if attempt.root is not None and ranks.leads:
+    if attempt.root is not None and order is not None:
         try:
             point_latest(attempt.root, manifest, manifest_digest)
             tidy(attempt.root, order, manifest)
@@ -142,6 +154,7 @@ def save_step(
             warn_untidy(err)
     saved = msgspec.json.decode(answer, type=Saved)
     written = sum(record.size_bytes for record in receipt.files.values())
+    plan = msgspec.structs.replace(agreed.plan, files=files)
     return dataclasses.replace(saved, bytes_written=written, seconds=timeline.seconds), plan
 
 
@@ -157,28 +170,21 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _write(
-    storage: Storage, snapshot: Snapshot, agreed: Agreement, *, ranks: Ranks, arena: Arena, timeline: Timeline
-) -> tuple[Receipt, KnownPlan]:
-    """This rank's files, durable, and the receipt for them; and the plan with these files, for the next save."""
-    with timeline.span("plan"):
-        files, extras = planned_files(snapshot, agreed, ranks.rank)
-    origin = Origin(agreed.save_id, agreed.step, ranks.rank)
-    headers = [
-        pack_header(tuple(slot.entry for slot in plan.slots), plan.data_bytes, **msgspec.structs.asdict(origin))
-        for plan in files
-    ]
-    heads = tuple(FileHead(plan.folder, header, plan.data_bytes) for plan, header in zip(files, headers, strict=True))
-    with contextlib.closing(ShardWriter(storage, heads, origin=origin, arena=arena)) as writer:
-        with timeline.span("copy"):
-            for chunk in fill(files, snapshot.locals, extras, arena, timeline):
-                writer.submit(chunk)
-        with timeline.span("compare"):
-            digests = replica_digests(snapshot, agreed.plan.stored, ranks.rank) if ranks.world > 1 else {}
-        with timeline.span("write"):
-            receipt = writer.finish()
-    receipt = msgspec.structs.replace(receipt, replica_digests=digests)
-    return receipt, msgspec.structs.replace(agreed.plan, files=files)
+def file_heads(files: tuple[FilePlan, ...], origin: Origin, order: Order | None) -> tuple[FileHead, ...]:
+    """How the files of one rank begin. With an order, the coordinator's, its state file keeps a copy of the manifest."""
+    copy = b"" if order is None else pack_manifest(order.manifest)
+    heads = []
+    for plan in files:
+        header = pack_header(
+            tuple(slot.entry for slot in plan.slots),
+            plan.data_bytes,
+            save_id=origin.save_id,
+            step=origin.step,
+            rank=origin.rank,
+            manifest=copy if plan.folder == STATE_FOLDER else b"",
+        )
+        heads.append(FileHead(plan.folder, header, plan.data_bytes))
+    return tuple(heads)
 
 
 def planned_files(

@@ -22,17 +22,17 @@ from keepstep.agent.protocol import Abort, Begin, Decided, Join, Submit, WriteOr
 from keepstep.checkpointer.agree import Agreement, Attempt
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.replicas import content, each_replica
-from keepstep.checkpointer.saving import Saved, order_of, planned_files
+from keepstep.checkpointer.saving import Saved, file_heads, order_of, planned_files
 from keepstep.checkpointer.slots import ArenaSlot
 from keepstep.commit.records import RankTimes, Span
 from keepstep.errors import StagingError
 from keepstep.format.failure import failure_of
 from keepstep.format.manifest import step_name
-from keepstep.format.shardfile import digest, pack_header
+from keepstep.format.shardfile import digest
 from keepstep.move.arena import bases_of
 from keepstep.move.device import HostMemory, cloned_on_device, compute_marks, side_streams
 from keepstep.move.staging import Extras, Stager
-from keepstep.move.writer import FileHead
+from keepstep.move.writer import Origin
 from keepstep.plan.save_plan import FilePlan
 from keepstep.state.capture import Snapshot
 from keepstep.state.fence import Hold, raise_hold
@@ -220,20 +220,8 @@ class StagedSave:
         desk, attempt, agreed = self.desk, self.attempt, self.agreed
         if self._lent is None:
             raise StagingError("no arena")
-        heads = tuple(
-            FileHead(
-                plan.folder,
-                pack_header(
-                    tuple(slot.entry for slot in plan.slots),
-                    plan.data_bytes,
-                    save_id=agreed.save_id,
-                    step=agreed.step,
-                    rank=desk.rank,
-                ),
-                plan.data_bytes,
-            )
-            for plan in self.files
-        )
+        order = order_of(self.snapshot, agreed, attempt, desk.world) if desk.rank == 0 else None
+        heads = file_heads(self.files, Origin(agreed.save_id, agreed.step, desk.rank), order)
         self.pending.bytes_written = sum(len(head.header) + head.data_bytes for head in heads)
         seconds = {**self.timeline.seconds, "fence": waited_s, "stage": staged_s}
         if waited_s:
@@ -255,7 +243,6 @@ class StagedSave:
             "" if root is None else step_name(attempt.step),
             self._digests,
         )
-        order = order_of(self.snapshot, agreed, attempt, desk.world) if desk.rank == 0 else None
         submit = Submit(agreed.save_id, desk.rank, write, times, replicas, order, desk.background.kind, self._staging)
         desk.background.submit(submit, Place(self.storage, root), self._lent)
 

@@ -48,7 +48,7 @@ __all__ = [
 
 VERSION = "0.1.0"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 MANIFEST_NAME = ".metadata"
 STATE_FOLDER = "state"
 TREE_NAME = "~tree"

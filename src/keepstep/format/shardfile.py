@@ -7,12 +7,17 @@
 ``__metadata__["keepstep"]`` holds the save id, rank and step, the true dtypes, the position of every piece in its global
 tensor, and the xxh3-64 digest of every 64 KiB block of the data. A block is the smallest thing that can be read and
 proved, so that reading a part of a tensor costs at most a block more at either end.
+
+The state file of rank 0 also has ``__metadata__["keepstep.manifest"]``: the manifest as it was before the files were
+known, so that one that is lost can be made again. Nobody else reads it.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import math
+import zlib
 from typing import Any
 
 import msgspec
@@ -32,6 +37,7 @@ __all__ = [
     "block_size",
     "digest",
     "header_bytes",
+    "manifest_copy",
     "pack_header",
     "parse_header",
     "seal_header",
@@ -41,6 +47,8 @@ PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 16
 MAX_BLOCKS = 1 << 22
 MAX_HEADER_BYTES = 100_000_000
+MAX_COPY_BYTES = 1 << 26
+COPY_NAME = "keepstep.manifest"
 _NAMES = {stored: name for name, stored in SAFETENSORS_NAMES.items()}
 
 
@@ -91,6 +99,12 @@ class _Stored(msgspec.Struct, gc=False, omit_defaults=True):
     keepstep: str = ""
 
 
+class _Copy(msgspec.Struct, gc=False):
+    """An entry of a header of which only the copy of the manifest matters."""
+
+    manifest: str = msgspec.field(default="", name=COPY_NAME)
+
+
 digest = xxhash.xxh3_64_intdigest
 """The xxh3-64 digest of bytes or a memoryview, as an integer."""
 
@@ -103,8 +117,13 @@ def block_size(data_bytes: int) -> int:
     return size
 
 
-def pack_header(entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, step: int, rank: int) -> bytes:
-    """The header with its length and padding, digests still zero: what goes before the data, in its final size."""
+def pack_header(
+    entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, step: int, rank: int, manifest: bytes = b""
+) -> bytes:
+    """The header with its length and padding, digests still zero: what goes before the data, in its final size.
+
+    ``manifest`` is a copy to be kept in it; see ``manifest_copy``.
+    """
     pieces = {}
     dtypes = {}
     table: dict[str, Any] = {}
@@ -118,7 +137,10 @@ def pack_header(entries: tuple[Entry, ...], data_bytes: int, *, save_id: str, st
     block = block_size(data_bytes)
     zeros = _digest_text(np.zeros(-(-data_bytes // block), np.uint64))
     notes = _Notes(save_id, step, rank, block, zeros, dtypes, pieces)
-    text = msgspec.json.encode({"__metadata__": {"keepstep": msgspec.json.encode(notes).decode()}, **table})
+    about = {"keepstep": msgspec.json.encode(notes).decode()}
+    if manifest:
+        about[COPY_NAME] = base64.b64encode(zlib.compress(manifest, 1)).decode()
+    text = msgspec.json.encode({"__metadata__": about, **table})
     padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
     if padded > MAX_HEADER_BYTES:
         raise UsageError(
@@ -182,6 +204,24 @@ def parse_header(raw: bytes | memoryview, file_bytes: int, name: str) -> ShardHe
         rank=notes.rank,
         header_digest=f"{digest(bytes(raw[:length])):016x}",
     )
+
+
+def manifest_copy(raw: bytes, name: str) -> bytes:
+    """The copy of the manifest that a raw header holds; empty when it holds none.
+
+    Raises:
+        CorruptError: it cannot be unpacked, or would be larger than any manifest is.
+    """
+    try:
+        stored = msgspec.json.decode(raw[8:], type=dict[str, _Copy])
+        packed = stored["__metadata__"].manifest if "__metadata__" in stored else ""
+        opener = zlib.decompressobj()
+        copy = opener.decompress(base64.b64decode(packed, validate=True), MAX_COPY_BYTES) if packed else b""
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, binascii.Error, zlib.error) as err:
+        raise CorruptError(f"{name}: the copy of the manifest cannot be read: {err}") from err
+    if packed and not opener.eof:
+        raise CorruptError(f"{name}: the copy of the manifest is cut off, or larger than {MAX_COPY_BYTES:,} bytes")
+    return copy
 
 
 def header_bytes(raw: bytes | memoryview, file_bytes: int, name: str) -> int:
