@@ -30,7 +30,11 @@ MAX_MANIFEST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A committed step, as its manifest's head tells. ``damage`` is set when not even the head can be read."""
+    """A committed step, as its manifest's head tells. ``damage`` is set when not even the head can be read.
+
+    ``parent`` is the step of the same run that its start of the job was restored from, or -1. ``dropped`` names components
+    whose files have been let go.
+    """
 
     step: int
     run: str = ""
@@ -39,6 +43,8 @@ class Found:
     created: str = ""
     metrics: dict[str, float | None] | None = None
     damage: str = ""
+    parent: int = -1
+    dropped: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -85,8 +91,7 @@ def read_catalog(root: Storage) -> Catalog:
         elif head.step != step:
             steps.append(Found(step, damage=f"{name} holds the manifest of step {head.step}"))
         else:
-            lineage = head.lineage
-            steps.append(Found(step, lineage.run, lineage.incarnation, head.save_id, head.created, dict(head.metrics)))
+            steps.append(_found(head))
     # Which start of the job a damaged step is from is not known. One with a higher number than the newest good step counts
     # as newer than that, so that it is not passed over in silence.
     incarnation, newest = max((found.order for found in steps if not found.damage), default=(0, 0))
@@ -122,6 +127,21 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
             problems.append(f"{name} has {size:,} bytes; {expected:,} were written")
     if problems:
         raise CorruptError(f"{storage.url}: step {manifest.step} is damaged: " + "; ".join(problems[:8]))
+
+
+def _found(head: Head) -> Found:
+    lineage = head.lineage
+    parent = lineage.parent.step if lineage.parent is not None and lineage.parent.run == lineage.run else -1
+    return Found(
+        head.step,
+        lineage.run,
+        lineage.incarnation,
+        head.save_id,
+        head.created,
+        dict(head.metrics),
+        parent=parent,
+        dropped=head.dropped,
+    )
 
 
 def _read_head(storage: Storage, name: str) -> Head | None:

@@ -121,9 +121,11 @@ class Versions(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """See the module's text. ``tensors`` is in the order of the state; ``aliases`` maps a tied key to where it is stored.
 
-    The fields down to ``metrics`` are the head: they come first in the file and say which step this is. A metric that is
+    The fields down to ``dropped`` are the head: they come first in the file and say which step this is. A metric that is
     not a finite number (a loss that diverged) is null in JSON, and None when it is read back. ``config`` is what the run
     said of its configuration: JSON of any shape, for people and their tools. A load compares it and gives nothing back.
+    ``dropped`` names components whose files have been let go since: each lay in a folder of its own name. Where there are
+    none, the field is not written.
     """
 
     format: tuple[int, int]
@@ -132,6 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     lineage: Lineage
     metrics: dict[str, float | None] = {}
+    dropped: tuple[str, ...] = ()
     world_size: int
     versions: Versions
     config: msgspec.Raw = msgspec.Raw(b"null")
@@ -170,6 +173,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     lineage: Lineage
     metrics: dict[str, float | None] = {}
+    dropped: tuple[str, ...] = ()
 
 
 class _Version(msgspec.Struct):
@@ -203,7 +207,8 @@ def safe_folder(name: str) -> bool:
 
 def pack_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON, one top-level field a line, with its digest as the last field."""
-    lines = [b'"%s": %s' % (name.encode(), msgspec.json.encode(getattr(manifest, name))) for name in _FIELDS]
+    fields = [name for name in _FIELDS if name != "dropped" or manifest.dropped]
+    lines = [b'"%s": %s' % (name.encode(), msgspec.json.encode(getattr(manifest, name))) for name in fields]
     text = b"{\n" + b",\n".join(lines)
     return text + b',\n"digest": "%016x"\n}\n' % digest(text)
 
@@ -302,6 +307,9 @@ def _bad_cuts(layout: Layout, mesh: Mesh) -> str | None:
 
 
 def _bad_tensors(manifest: Manifest) -> str | None:
+    for name in manifest.dropped:
+        if name not in manifest.components or name in manifest.files or not safe_folder(name):
+            return f"{name!r} cannot have been dropped: it is no component, or its files are listed"
     for folder, records in manifest.files.items():
         if not _FOLDER.fullmatch(folder) or len({record.rank for record in records}) != len(records):
             return f"{folder!r} is not a folder name, or lists a rank twice"

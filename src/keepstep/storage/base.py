@@ -1,4 +1,4 @@
-"""The storage contract: seven methods (and one that may be done better), no rename, no flags.
+"""The storage contract: seven methods (one that may be done better, one that may be answered), no rename, no flags.
 
 ``keepstep.check.contract`` tests any implementation of it.
 
@@ -128,6 +128,10 @@ class Storage(ABC):
     def delete(self, names: Sequence[str]) -> None:
         """Removes blobs; those already gone are no error. Folders left empty may go too."""
 
+    def free_bytes(self) -> int | None:
+        """How much more may be written here; None where that cannot be told."""
+        return None
+
 
 class Subfolder(Storage):
     """A folder of another storage as a storage of its own."""
@@ -169,6 +173,10 @@ class Subfolder(Storage):
     def delete(self, names: Sequence[str]) -> None:
         """See Storage."""
         self._parent.delete([self._prefix + name for name in names])
+
+    def free_bytes(self) -> int | None:
+        """See Storage."""
+        return self._parent.free_bytes()
 
 
 def read_blob(storage: Storage, name: str, limit_bytes: int) -> bytes:

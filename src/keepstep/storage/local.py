@@ -19,12 +19,13 @@ from pathlib import Path
 from keepstep.errors import CorruptError, StorageError, UsageError
 from keepstep.storage.base import Blob, Storage, Upload
 
-__all__ = ["PARTIAL", "LocalStorage", "Place", "check_name", "storage_of"]
+__all__ = ["PARTIAL", "LocalStorage", "Place", "check_name", "make_folders", "storage_of"]
 
 ALIGNMENT_BYTES = 4096
 Place = str | os.PathLike[str] | Storage
 PARTIAL = ".partial"
 RESERVE_BYTES = 1 << 20
+TRIES = 8
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -34,17 +35,24 @@ class LocalStorage(Storage):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).expanduser().absolute()
         self.url = str(self.root)
+        self._lasting: set[Path] = set()
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{str(self.root)!r} is a file, not a folder; nothing was written")
 
     def create(self, name: str, size_hint_bytes: int) -> _LocalUpload:
         """Opens ``<name>.<random>.partial`` for writing; ``commit`` gives it its name."""
         path = self._path(name)
-        try:
-            _make_folders(path.parent)
-            return _LocalUpload(path, size_hint_bytes)
-        except OSError as err:
-            raise StorageError("create", name, err) from err
+        for left in reversed(range(TRIES)):
+            try:
+                self._make_lasting(path.parent)
+                return _LocalUpload(path, size_hint_bytes)
+            except FileNotFoundError as err:
+                # Whoever removes an old step drops folders that are empty, as this one was a moment ago.
+                if not left:
+                    raise StorageError("create", name, err) from err
+            except OSError as err:
+                raise StorageError("create", name, err) from err
+        raise AssertionError  # the last try returns or raises
 
     def open(self, name: str) -> Blob:
         """Opens the file; its size is taken once."""
@@ -78,7 +86,7 @@ class LocalStorage(Storage):
         """At the end of the file; a line before it that a crash or a full disk has cut off stays a line of its own."""
         path = self._path(name)
         try:
-            _make_folders(path.parent)
+            self._make_lasting(path.parent)
             descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
                 size = os.fstat(descriptor).st_size
@@ -118,7 +126,10 @@ class LocalStorage(Storage):
             raise StorageError("list", ".", err) from err
 
     def delete(self, names: Sequence[str]) -> None:
-        """Unlinks the files, then removes folders that became empty, up to the root."""
+        """Unlinks the files, then removes folders that became empty, up to the root.
+
+        On return all entries of the folders of these names are durable, whether there was such a file or not.
+        """
         folders = set()
         for name in names:
             path = self._path(name)
@@ -136,6 +147,20 @@ class LocalStorage(Storage):
             except OSError as err:
                 raise StorageError("delete", folder.name, err) from err
             _prune_empty(folder, self.root)
+
+    def free_bytes(self) -> int | None:
+        """What a user without privileges may still write."""
+        place = next(folder for folder in (self.root, *self.root.parents) if folder.is_dir())
+        try:
+            found = os.statvfs(place)
+        except OSError as err:
+            raise StorageError("measure", ".", err) from err
+        return found.f_bavail * found.f_frsize
+
+    def _make_lasting(self, folder: Path) -> None:
+        if folder not in self._lasting or not folder.is_dir():
+            make_folders(folder)
+            self._lasting.add(folder)
 
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name)
@@ -266,18 +291,33 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {size_bytes:,} bytes")
 
 
-def _make_folders(folder: Path) -> None:
-    """Makes the folder and what is missing above it; each new entry is durable in its parent."""
+def make_folders(folder: Path) -> None:
+    """Makes the folder and what is missing above it; the entry of each is durable in its parent on return.
+
+    Raises:
+        OSError: a folder cannot be made or synced, or a file stands in its place.
+    """
     missing = []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
+    # That it is there does not say that it stays: whoever made it may have been killed before it was synced. Those above
+    # it stay, since nobody puts a folder into one that may go.
+    _sync_entry(folder)
     for path in reversed(missing):
         try:
             path.mkdir(exist_ok=True)
         except FileExistsError as err:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
         _sync_folder(path.parent)
+
+
+def _sync_entry(folder: Path) -> None:
+    """Makes it durable that this folder, which is there, is in its parent."""
+    # A mount point is in no folder of its own file system; and whoever may not open a folder has made nothing in it.
+    with contextlib.suppress(PermissionError):
+        if folder.stat().st_dev == folder.parent.stat().st_dev:
+            _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:
