@@ -151,10 +151,11 @@ def test_any_worlds_prefetching_and_accumulation_see_an_epoch_once(data, samples
         ahead = [iter(sampler) for sampler in job]
         steps = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4), label="microbatches of each step")
         for micro in steps:
-            before = job[0].state_dict() if state is None or job[0].epoch == 0 else None
-            fetched = [list(islice(one, micro + data.draw(st.integers(0, 3), label="ahead"))) for one in ahead]
-            if before is None or not all(fetched):
+            before = job[0].state_dict()
+            if before["epoch"] > 0:
                 break
+            fetched = [list(islice(one, micro + data.draw(st.integers(0, 3), label="ahead"))) for one in ahead]
+            assert all(fetched)
             sizes = [batch.size for batch in Cut(samples, size, world, tail).batches(before["consumed"])][:micro]
             for sampler in job:
                 sampler.consumed(sum(sizes))
@@ -162,8 +163,6 @@ def test_any_worlds_prefetching_and_accumulation_see_an_epoch_once(data, samples
             told += sum(sizes)
             # What was fetched beyond comes again, as after a loop that is left early.
             ahead = [iter(sampler) for sampler in job]
-            if job[0].epoch > 0:
-                break
         assert len({str(sampler.state_dict()) for sampler in job}) == 1
         state = job[0].state_dict()
     found = Counter(seen)
