@@ -144,14 +144,20 @@ def _found(head: Head) -> Found:
     )
 
 
-def _read_head(storage: Storage, name: str) -> Head | None:
+def _read_head(storage: Storage, name: str, *, again: bool = True) -> Head | None:
     try:
         with storage.open(MANIFEST_NAME) as blob:
             raw = bytearray(min(HEAD_BYTES, blob.size_bytes))
             if raw:
                 blob.read_into(0, memoryview(raw))
     except StorageError as err:
-        if err.errno == errno.ENOENT:
+        if err.errno != errno.ENOENT:
+            raise
+        if MANIFEST_NAME not in dict(storage.list("")):
             return None
-        raise
+        # What is listed is there, although a view that lags behind does not open it: it was never an unfinished attempt,
+        # which may be swept. Unless it came between the two looks.
+        if again:
+            return _read_head(storage, name, again=False)
+        raise CorruptError(f"{name}/{MANIFEST_NAME} is listed, and cannot be opened: {err}") from err
     return parse_head(bytes(raw), f"{name}/{MANIFEST_NAME}")
