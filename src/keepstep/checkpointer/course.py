@@ -25,13 +25,23 @@ class Course:
         """Steps that stay whatever the rules say: the one resumed from."""
         return () if self._restored_from is None else (self._restored_from.step,)
 
-    def adopt(self, manifest: Manifest) -> None:
-        """Goes on with the run of the restored step."""
+    def adopt(self, manifest: Manifest, incarnation: int = 0) -> None:
+        """Goes on with the run of the restored step; in this incarnation, when it is another than before."""
         lineage = manifest.lineage
         self._restored_from = Found(manifest.step, lineage.run, lineage.incarnation)
         parent = Parent(lineage.run, lineage.incarnation, manifest.step)
-        self.lineage = Lineage(lineage.run, self.lineage.incarnation, parent)
+        self.lineage = Lineage(lineage.run, incarnation or self.lineage.incarnation, parent)
         self.saved = manifest.step
+
+    def behind(self, step: int) -> str:
+        """Why this step cannot be saved now; empty when it can: within one start of the job the larger number is newer."""
+        restored = self._restored_from
+        if step >= self.saved or (restored is not None and restored.step == self.saved):
+            return ""
+        return (
+            f"step {step} comes before step {self.saved}, which this start of the job has saved: it would never be the"
+            " newest, and would go before that one does. To go back, call restore(step=...)"
+        )
 
     def may_replace(self, step: int, *, inside: bool) -> bool:
         """Whether a committed step of this number may be replaced: one that this run has left behind by a rollback.

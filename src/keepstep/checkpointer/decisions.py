@@ -7,12 +7,13 @@ import platform
 import secrets
 import time
 import warnings
+from collections.abc import Sequence
 
 import msgspec
 
 from keepstep.agent.node import Owner
 from keepstep.checkpointer.loading import found_manifest
-from keepstep.commit.catalog import read_catalog, step_storage
+from keepstep.commit.catalog import Found, read_catalog, step_storage
 from keepstep.commit.publish import RUN_NAME, new_incarnation, run_of
 from keepstep.commit.retention import sweep_leftovers, warn_untidy
 from keepstep.errors import (
@@ -38,11 +39,15 @@ class Start(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """The step to restore: its manifest, or nothing on a fresh run. ``skipped`` says what was wrong with newer ones."""
+    """The step to restore: its manifest, or nothing on a fresh run. ``skipped`` says what was wrong with newer ones.
+
+    ``incarnation`` is the one to go on in, when it is another than before.
+    """
 
     manifest: bytes = b""
     skipped: tuple[str, ...] = ()
     step: int = 0
+    incarnation: int = 0
 
 
 def own_root(root: Storage, posted: list[bytes], held: contextlib.ExitStack) -> None:
@@ -71,29 +76,42 @@ def begin_run(root: Storage, world: int) -> Start:
     return Start(run, new_incarnation(root, msgspec.json.encode(note) + b"\n"))
 
 
-def choose_step(root: Storage, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...]) -> Choice:
-    """The coordinator's decision, told to all: the newest step that is not known to be damaged."""
+def choose_step(
+    root: Storage, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...], incarnation: int = 0
+) -> Choice:
+    """The coordinator's decision, told to all: the newest step that is not known to be damaged.
+
+    ``incarnation`` is the one that this start of the job is in.
+    """
     catalog = read_catalog(root)
+    weights_only = []
     if step is not None and step not in {found.step for found in catalog.steps}:
         raise StepNotFoundError(f"{root.url} has no committed step {step}; {catalog.inventory()}")
     bad = {text.partition(":")[0] for text in skipped}
-    for found in catalog.steps:
+    for index, found in enumerate(catalog.steps):
         name = step_name(found.step)
         if name in bad or (step is not None and found.step != step):
+            continue
+        if found.dropped and step is None:
+            # A run that went on without its optimizer's state would be another run: only who asks for that gets it.
+            weights_only.append(
+                f"{name}: kept without {', '.join(found.dropped)}; restore(step={found.step}, strict=False)"
+            )
             continue
         try:
             if found.damage:
                 raise CorruptError(found.damage)
-            return Choice(found_manifest(step_storage(root, found.step)), skipped, found.step)
+            manifest = found_manifest(step_storage(root, found.step))
+            return Choice(manifest, skipped, found.step, _line_after(root, catalog.steps[:index], incarnation))
         except (CorruptError, FormatError, StorageError, StepNotFoundError) as err:
             if on_damage == "raise" or step is not None:
                 raise
             skipped = (*skipped, f"{name}: {err}")
             warn_damaged(skipped[-1])
-    if (catalog.steps or catalog.unfinished) and not allow_fresh:
+    if (catalog.steps or catalog.unfinished or catalog.aside) and not allow_fresh:
         raise StepNotFoundError(
             f"{root.url} holds no step that can be restored: {catalog.inventory()}"
-            + "".join(f"\n  - {text}" for text in skipped)
+            + "".join(f"\n  - {text}" for text in (*skipped, *weights_only))
             + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
         )
     try:
@@ -101,6 +119,18 @@ def choose_step(root: Storage, step: int | None, on_damage: str, allow_fresh: bo
     except StorageError as err:
         warn_untidy(err)
     return Choice(skipped=skipped)
+
+
+def _line_after(root: Storage, newer: Sequence[Found], incarnation: int) -> int:
+    """A new incarnation, when this start of the job has itself saved steps that it now goes back behind; else 0.
+
+    Newer means a higher incarnation, then a higher step: without a new one, what comes next would be older than what is
+    left behind.
+    """
+    if not any(found.incarnation >= incarnation > 0 for found in newer):
+        return 0
+    note = {"host": platform.node(), "after": incarnation, "started": time.time()}
+    return new_incarnation(root, msgspec.json.encode(note) + b"\n")
 
 
 def warn_damaged(text: str) -> None:

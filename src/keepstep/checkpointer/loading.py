@@ -56,6 +56,7 @@ from keepstep.timeline import Timeline
 __all__ = ["LoadReport", "Options", "found_manifest", "load", "load_step", "read_trees"]
 
 SHOWN_HINTS = 20
+_GONE = "its files were let go by retention, to keep the weights alone"
 _NO_DIFFERENCES = msgspec.msgpack.encode(([], []))
 
 
@@ -65,7 +66,8 @@ class LoadReport:
 
     ``bytes_read`` and ``bytes_needed`` are of this rank: from storage, and of the tensors it asked for. ``components`` says
     for each part what was restored, cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
-    ``changed`` says how code (on rank 0) and configuration differ from those that the step was saved with.
+    ``changed`` says how code (on rank 0) and configuration differ from those that the step was saved with. ``incarnation``
+    (of a ``restore``) is the one in which the run goes on.
     """
 
     step: int
@@ -79,6 +81,7 @@ class LoadReport:
     skipped: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    incarnation: int = 0
 
     def __str__(self) -> str:
         """A few lines for a log."""
@@ -190,7 +193,8 @@ def load_step(
         origin = Origin(manifest.world_size, manifest.aliases, own, manifest.step)
         table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
         binder = Binder(table, into, origin, options.strict, options.cast)
-        bind_all(binder, into, tree if options.rename is None else renamed_tree(tree, options.rename), options)
+        found = tree if options.rename is None else renamed_tree(tree, options.rename)
+        bind_all(binder, into, found, options, dropped=manifest.dropped)
         values = OwnValues(binder)
         if binder.slots:
             owners = values.choose()
@@ -278,6 +282,8 @@ def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[st
     values = {} if values_of_rank is None else decode(values_of_rank.numpy().tobytes())
     if not isinstance(tree, dict) or not isinstance(values, dict):
         raise CorruptError(f"{storage.url}: the plain values are not a mapping")
+    for name in manifest.dropped:
+        tree.pop(name, None)
     _prove_references([tree], manifest)
     _prove_references([values], manifest, own=True)
     return tree, values
@@ -339,11 +345,14 @@ def _prove_references(pending: list[Any], manifest: Manifest, *, own: bool = Fal
                 )
 
 
-def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], options: Options) -> None:
-    """Binds every component that is asked for, and notes those that one side lacks."""
+def bind_all(
+    binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], options: Options, *, dropped: Sequence[str]
+) -> None:
+    """Binds every component that is asked for, and notes those that one side lacks; ``dropped`` are gone on purpose."""
     unknown = sorted(set(options.only or ()) - set(tree))
     if unknown:
-        raise UsageError(f"only={', '.join(unknown)}: the checkpoint has {', '.join(tree)}. Nothing was changed")
+        why = f"; {', '.join(dropped)}: {_GONE}" if dropped else ""
+        raise UsageError(f"only={', '.join(unknown)}: the checkpoint has {', '.join(tree)}{why}. Nothing was changed")
     for name, node in tree.items():
         if options.only is not None and name not in options.only:
             binder.reports[name] = ComponentReport(skipped=True)
@@ -359,7 +368,11 @@ def bind_all(binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], o
         if name not in tree and isinstance(into[name], Files):
             binder.reports[name] = ComponentReport(noted=["attached now, none in the step"])
         elif name not in tree and (options.only is None or name in options.only):
-            binder.lack_component(name, f"in the target, not in the checkpoint, which has {', '.join(tree)}")
+            gone = f"{_GONE}. Leave it out (only=[...]), or as it is (strict=False)" if name in dropped else ""
+            lack = f"in the target, not in the checkpoint, which has {', '.join(tree)}"
+            binder.lack_component(name, gone or lack)
+    for name in dropped:
+        binder.reports.setdefault(name, ComponentReport(skipped=True)).noted.append(_GONE)
 
 
 def _mismatch(manifest: Manifest, url: str, binder: Binder) -> MismatchError:

@@ -25,10 +25,7 @@ from keepstep.checkpointer.starting import Wish, start_job
 from keepstep.checkpointer.tracing import Tracing
 from keepstep.commit.catalog import step_storage
 from keepstep.commit.retention import Keep
-from keepstep.errors import (
-    CheckpointError,
-    ClosedError,
-)
+from keepstep.errors import CheckpointError, ClosedError
 from keepstep.move.arena import Arena
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.progress import Progress, metric
@@ -166,7 +163,7 @@ class Checkpointer(Closing):
             CorruptError: the step is damaged, with ``on_damage="raise"``.
         """
         self._check_open()
-        wanted = Wanted(step, on_damage, allow_fresh)
+        wanted = Wanted(step, on_damage, allow_fresh, self._course.lineage.incarnation)
         self._settle()
         options = Options(None, strict, cast, None)
         report, manifest = restore_step(
@@ -175,7 +172,7 @@ class Checkpointer(Closing):
         self._report = report
         self._due_s = time.monotonic()
         if manifest is not None:
-            self._course.adopt(manifest)
+            self._course.adopt(manifest, report.incarnation)
             if manifest.world_size == self._ranks.world:
                 self._known = KnownPlan(manifest.fingerprint, manifest.structure)
             if self._ranks.leads:
@@ -271,7 +268,7 @@ class Checkpointer(Closing):
             keep=self._keep,
             protect=self._course.protected,
             ready=self._history.ready(self._tolerated),
-            refused=self._boundaries.unfinished(step),
+            refused=self._boundaries.unfinished(step) or self._course.behind(step),
         )
         self._due_s = time.monotonic()
         if self._arena is not None:

@@ -96,6 +96,10 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
         """
         self._check_open()
         tree, _ = read_trees(self._storage, self.manifest, 0)
+        if component in self.manifest.dropped:
+            raise StepNotFoundError(
+                f"{self._storage.url} holds no {component!r} any more: its files were let go, to keep the weights alone"
+            )
         if component not in tree:
             raise StepNotFoundError(f"no component {component!r} in {self._storage.url}; it has {', '.join(tree)}")
         return materialise(tree[component], self)
@@ -114,6 +118,7 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
             "versions": {name: getattr(manifest.versions, name) for name in manifest.versions.__struct_fields__},
             "config": msgspec.json.decode(manifest.config),
             "metrics": dict(manifest.metrics),
+            "dropped": list(manifest.dropped),
             "tensors": len(manifest.tensors),
             "layouts": len(manifest.layouts),
             "files": sum(len(records) for records in manifest.files.values()),

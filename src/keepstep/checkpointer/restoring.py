@@ -24,6 +24,8 @@ _DAMAGE = frozenset({"corrupt", "format", "storage"})
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
     """Which step to restore (None for the newest good one), and what to do about damage and about a root without one.
 
+    ``incarnation`` is the one that this start of the job is in.
+
     Raises:
         UsageError: ``on_damage`` is neither "fall_back" nor "raise".
     """
@@ -31,6 +33,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
     step: int | None = None
     on_damage: str = "fall_back"
     allow_fresh: bool = False
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         """Refuses what means nothing."""
@@ -50,7 +53,9 @@ def restore_step(
             if posted is not None:
                 if len(set(posted)) > 1:
                     raise MismatchError("ranks call restore with different arguments:", map(bytes.decode, posted))
-                choice = choose_step(root, wanted.step, wanted.on_damage, wanted.allow_fresh, skipped)
+                choice = choose_step(
+                    root, wanted.step, wanted.on_damage, wanted.allow_fresh, skipped, wanted.incarnation
+                )
                 answer = msgspec.msgpack.encode(choice)
             choice = msgspec.msgpack.decode(phase.broadcast(answer), type=Choice)
         skipped = choice.skipped
@@ -69,4 +74,5 @@ def restore_step(
             if ranks.leads:
                 warn_damaged(skipped[-1])
             continue
-        return replace(report, skipped=skipped), manifest
+        incarnation = choice.incarnation or wanted.incarnation
+        return replace(report, skipped=skipped, incarnation=incarnation), manifest

@@ -37,6 +37,7 @@ class StepLine:
     files: int | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     damage: str | None = None
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def read_listing(root: Storage) -> Listing:
     lines: list[StepLine] = []
     for found in catalog.steps:
         line = _line(root, found)
-        newest = line.status == "committed" and not any(other.latest for other in lines)
+        newest = line.status == "committed" and not line.dropped and not any(other.latest for other in lines)
         lines.append(replace(line, latest=newest))
     for name in reversed(catalog.unfinished):
         sizes = [size for _, size in root.list(name)]
@@ -87,7 +88,7 @@ def print_listing(listing: Listing, console: Console) -> None:
             "–" if line.bytes is None else size_words(line.bytes),
             "–" if line.world_size is None else str(line.world_size),
             metric_words(line.metrics),
-            "latest" if line.latest else {"committed": "", "unfinished": "never committed"}.get(line.status, "damaged"),
+            _remark(line),
         )
     console.print(table)
     for line in listing.steps:
@@ -98,6 +99,14 @@ def print_listing(listing: Listing, console: Console) -> None:
         console.print("\nno step here can be restored", soft_wrap=True)
     elif listing.hint is not None and listing.hint != newest:
         console.print(f"\nthe hint 'latest' names step {listing.hint}; restore() goes by manifests", soft_wrap=True)
+
+
+def _remark(line: StepLine) -> str:
+    if line.latest:
+        return "latest"
+    if line.status == "committed":
+        return f"without {', '.join(line.dropped)}" if line.dropped else ""
+    return "never committed" if line.status == "unfinished" else "damaged"
 
 
 def _line(root: Storage, found: Found) -> StepLine:
@@ -132,6 +141,7 @@ def _line(root: Storage, found: Found) -> StepLine:
         bytes=manifest.total_bytes,
         files=sum(len(records) for records in manifest.files.values()),
         metrics=dict(manifest.metrics),
+        dropped=manifest.dropped,
     )
 
 
