@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.checkpointer.replicas import content
+from keepstep.commit.aside import read_notes, set_aside
 from keepstep.commit.retention import Keep, sweep_failed
 from keepstep.errors import MismatchError, RankFailedError, StepExistsError
 from keepstep.format.layout import Structure, fingerprint
@@ -135,7 +136,9 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         if attempt.root is not None and attempt.failed_step >= 0 and not decided.skip:
             # Only now: every rank is here, so none still writes for the attempt that failed.
             sweep_failed(attempt.root, attempt.failed_step)
-        leftovers = tuple(name for name, _ in storage.list("") if name != MANIFEST_NAME or not attempt.replace)
+        there = [name for name, _ in storage.list("") if name != MANIFEST_NAME or not attempt.replace]
+        aside = set() if attempt.root is None else set_aside(read_notes(attempt.root), attempt.step, there)
+        leftovers = tuple(name for name in there if name not in aside)
         if MANIFEST_NAME in leftovers:
             raise StepExistsError(f"{storage.url} is already committed; it was left as it is, nothing was written")
         answer = msgspec.msgpack.encode(decided)

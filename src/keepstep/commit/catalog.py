@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass, replace
 
+from keepstep.commit.aside import QUARANTINE, Note, read_notes
 from keepstep.errors import CheckpointError, CorruptError, StorageError
 from keepstep.format.manifest import (
     HEAD_BYTES,
@@ -19,6 +20,7 @@ from keepstep.format.manifest import (
     parse_manifest,
     parse_step_name,
     promised_files,
+    proves_itself,
     step_name,
 )
 from keepstep.storage.base import Storage, Subfolder, read_blob
@@ -54,16 +56,25 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Committed steps, newest first, and folders that look like steps but were never committed."""
+    """Committed steps, newest first, and folders that look like steps but were never committed.
+
+    ``aside`` are the notes of damaged steps that were put aside; their folders are not among the unfinished ones.
+    """
 
     steps: tuple[Found, ...]
     unfinished: tuple[str, ...]
+    aside: tuple[Note, ...] = ()
 
     def inventory(self) -> str:
         """What is there, in one line."""
         steps = ", ".join(str(found.step) for found in self.steps[:10]) or "none"
         unfinished = ", ".join(self.unfinished[:10])
-        return f"committed steps: {steps}" + (f"; never committed: {unfinished}" if unfinished else "")
+        aside = ", ".join(str(note.step) for note in self.aside[:10])
+        return (
+            f"committed steps: {steps}"
+            + (f"; never committed: {unfinished}" if unfinished else "")
+            + (f"; damaged and put aside: {aside}" if aside else "")
+        )
 
 
 def step_storage(root: Storage, step: int) -> Storage:
@@ -72,10 +83,16 @@ def step_storage(root: Storage, step: int) -> Storage:
 
 
 def read_catalog(root: Storage) -> Catalog:
-    """Looks at every folder that has exactly a step's name. One short read a step; nothing is changed."""
+    """Looks at every folder that has exactly a step's name; nothing is changed.
+
+    One short read a step. The manifest of the newest one is read whole, and proves itself.
+    """
     steps = []
     unfinished = []
-    for name in sorted(root.folders()):
+    folders = sorted(root.folders())
+    notes = read_notes(root) if QUARANTINE in folders else ()
+    aside = {step_name(note.step) for note in notes}
+    for name in folders:
         step = parse_step_name(name)
         if step is None:
             continue
@@ -86,17 +103,18 @@ def read_catalog(root: Storage) -> Catalog:
             continue
         if head is None:
             # Empty folders are what is left of an attempt that was cleaned up.
-            if [*root.list(name)]:
+            if name not in aside and [*root.list(name)]:
                 unfinished.append(name)
         elif head.step != step:
             steps.append(Found(step, damage=f"{name} holds the manifest of step {head.step}"))
         else:
             steps.append(_found(head))
+    steps = _proved(root, steps)
     # Which start of the job a damaged step is from is not known. One with a higher number than the newest good step counts
     # as newer than that, so that it is not passed over in silence.
     incarnation, newest = max((found.order for found in steps if not found.damage), default=(0, 0))
     steps = [replace(f, incarnation=incarnation) if f.damage and f.step > newest else f for f in steps]
-    return Catalog(tuple(sorted(steps, key=lambda found: found.order, reverse=True)), tuple(unfinished))
+    return Catalog(tuple(sorted(steps, key=lambda found: found.order, reverse=True)), tuple(unfinished), notes)
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -142,6 +160,36 @@ def _found(head: Head) -> Found:
         parent=parent,
         dropped=head.dropped,
     )
+
+
+def _proved(root: Storage, steps: list[Found]) -> list[Found]:
+    """The same steps, but damaged those among them whose flipped bits would decide which one is the newest.
+
+    A head alone proves nothing. The step that is the newest by it has to; so do those with a higher number, which would
+    be the newest, were it not for the incarnation in their heads.
+    """
+    found = {one.step: one for one in steps}
+    checked: set[int] = set()
+    while True:
+        good = [one for one in found.values() if not one.damage]
+        newest = max((one.order for one in good), default=(0, 0))
+        doubted = [one for one in good if one.step not in checked and (one.order == newest or one.step > newest[1])]
+        if not doubted:
+            return list(found.values())
+        for one in doubted:
+            checked.add(one.step)
+            name = f"{step_name(one.step)}/{MANIFEST_NAME}"
+            try:
+                proved = proves_itself(read_blob(root, name, MAX_MANIFEST_BYTES))
+            except CheckpointError as err:
+                # (Retention may have taken it since its head was read.)
+                if not isinstance(err, StorageError) or err.errno != errno.ENOENT:
+                    found[one.step] = Found(one.step, damage=str(err))
+                continue
+            if not proved:
+                found[one.step] = Found(
+                    one.step, damage=f"{root.url}/{name}: the manifest does not match its own digest"
+                )
 
 
 def _read_head(storage: Storage, name: str, *, again: bool = True) -> Head | None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from keepstep.commit.catalog import Catalog, Found, step_storage
+from keepstep.commit.aside import QUARANTINE, Note, read_notes, set_aside
+from keepstep.commit.catalog import Catalog, Found, read_manifest, step_storage
 from keepstep.commit.pins import PINS
 from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME
-from keepstep.commit.weights import left_behind
 from keepstep.errors import CorruptError, FormatError, StorageError, UsageError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage
@@ -26,6 +26,7 @@ __all__ = [
     "judge",
     "make_room",
     "remove_step",
+    "strays",
     "sweep_failed",
     "sweep_leftovers",
     "warn_untidy",
@@ -34,7 +35,7 @@ __all__ = [
 _NOTHING = ".nothing"
 """A name that no blob has. Removing it lets a storage drop a folder that a killed attempt made and never filled, and makes
 durable what is seen in one: whoever put a manifest there, or took it away, may have been killed before it was."""
-_RECORDS = (f"{LATEST_NAME}.", f"{RUN_NAME}.", f"{INCARNATIONS}/", f"{PINS}/")
+_RECORDS = (f"{LATEST_NAME}.", f"{RUN_NAME}.", f"{INCARNATIONS}/", f"{PINS}/", f"{QUARANTINE}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,37 +222,48 @@ def sweep_leftovers(root: Storage, catalog: Catalog) -> None:
     Call only after taking a new incarnation, which fences whoever wrote them. Damaged steps stay as they are. On return what
     the catalog says is durable, too: an older start may have been killed between a manifest and its fsync.
     """
-    committed = {step_name(found.step): f".{found.save_id}." for found in catalog.steps if not found.damage}
-    dropped = {step_name(found.step): found for found in catalog.steps if found.dropped and not found.damage}
+    committed = {step_name(found.step): found for found in catalog.steps if not found.damage}
     # Ahead of everything else: after a loss of power a manifest that was replaced or removed could be back, its data not.
     root.delete([f"{folder}/{_NOTHING}" for folder in root.folders() if parse_step_name(folder) is not None])
     doomed = []
-    suspects = set()
+    beside: dict[str, list[str]] = {}
     for name, _ in root.list(""):
         folder, _, inside = name.partition("/")
-        if folder in dropped and inside.partition("/")[0] in dropped[folder].dropped:
-            suspects.add(folder)
-        if folder in committed:
-            gone = inside != MANIFEST_NAME and committed[folder] not in inside
-        else:
-            gone = folder in catalog.unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL))
-        if gone:
+        found = committed.get(folder)
+        if found is not None:
+            own = f".{found.save_id}." in inside and inside.partition("/")[0] not in found.dropped
+            if inside != MANIFEST_NAME and not own:
+                beside.setdefault(folder, []).append(inside)
+        elif folder in catalog.unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL)):
             doomed.append(name)
-    for folder in sorted(suspects):
-        # A manifest that does not prove itself says nothing about what may go.
+    for folder, names in sorted(beside.items()):
+        # A manifest that does not prove itself says nothing about what may go: its save id may be what is damaged.
         with contextlib.suppress(CorruptError, FormatError):
-            doomed.extend(f"{folder}/{name}" for name in left_behind(root, dropped[folder].step))
+            doomed.extend(f"{folder}/{name}" for name in strays(root, committed[folder].step, names, catalog.aside))
     root.delete(doomed)
+
+
+def strays(root: Storage, step: int, names: Sequence[str], aside: Sequence[Note]) -> list[str]:
+    """Those names in the folder of a committed step that belong neither to it nor to one that was put aside.
+
+    Raises:
+        CorruptError, FormatError: its manifest does not prove itself.
+    """
+    manifest = read_manifest(step_storage(root, step))
+    kept = {MANIFEST_NAME} | set_aside(aside, step, names)
+    own = {name for name in names if f".{manifest.save_id}." in name and name.partition("/")[0] not in manifest.dropped}
+    return [name for name in names if name not in own | kept]
 
 
 def sweep_failed(root: Storage, step: int) -> None:
     """Removes what a failed attempt left, unless the step is committed after all. Failing here loses nothing: only warns."""
     try:
         names = [name for name, _ in step_storage(root, step).list("")]
+        kept = set_aside(read_notes(root), step, names)
         if MANIFEST_NAME not in names:
             # As in sweep_leftovers: first that there is no manifest, then the data.
             step_storage(root, step).delete([_NOTHING])
-            step_storage(root, step).delete(names)
+            step_storage(root, step).delete([name for name in names if name not in kept])
     except StorageError as err:
         warn_untidy(err)
 

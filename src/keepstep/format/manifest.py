@@ -42,6 +42,7 @@ __all__ = [
     "parse_manifest",
     "parse_step_name",
     "promised_files",
+    "proves_itself",
     "safe_folder",
     "step_name",
 ]
@@ -264,6 +265,12 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     if problem:
         raise CorruptError(f"{name}: {problem}")
     return manifest
+
+
+def proves_itself(data: bytes) -> bool:
+    """Whether the bytes of a manifest match the digest in them."""
+    text, mark, tail = data.rpartition(b',\n"digest": "')
+    return bool(mark) and tail == b'%016x"\n}\n' % digest(text)
 
 
 def _contradiction(manifest: Manifest) -> str | None:
