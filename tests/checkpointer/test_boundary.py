@@ -323,15 +323,30 @@ def test_a_boundary_before_the_others_have_moved_is_found_at_the_third_step(late
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_a_scheduler_of_epochs_is_no_fault(every, tmp_path):
+def test_a_scheduler_of_epochs_is_no_fault(every, caplog, tmp_path):
     loop = Loop(1)
-    with ks.Checkpointer(tmp_path, loop.state) as ckpt:
+    with caplog.at_level(logging.WARNING, "keepstep"), ks.Checkpointer(tmp_path, loop.state) as ckpt:
         for number in range(8):
             loop.backward(number)
             loop.optimizer.step()
             if number % every == every - 1:
                 loop.scheduler.step()
             ckpt.step()
+    assert not caplog.records
+
+
+def test_a_scheduler_that_moves_after_the_last_boundary_of_an_epoch_is_told_once(caplog, tmp_path):
+    loop = Loop(1)
+    with caplog.at_level(logging.WARNING, "keepstep"), ks.Checkpointer(tmp_path, loop.state) as ckpt:
+        for epoch in range(3):
+            for number in range(3):
+                loop.backward(3 * epoch + number)
+                loop.optimizer.step()
+                ckpt.step()
+            loop.scheduler.step()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("scheduler moved after the boundary of step 3 and before the next update")
+    assert "before Checkpointer.step() of the last batch of an epoch" in told
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")

@@ -228,6 +228,13 @@ def test_tails(tail, sizes):
         assert len(set(flat(seen))) == {"short": 14, "drop": 12, "pad": 14}[tail]
 
 
+def test_loops_that_print_the_size_of_the_data_find_it():
+    numbers = Numbers(10)
+    loader = data.ResumableLoader(numbers, batch_size=4)
+    assert loader.dataset is numbers
+    assert len(loader.dataset) == 10
+
+
 def test_ids_are_those_of_the_batches():
     loader = data.ResumableLoader(Numbers(40), batch_size=4)
     batches = iter(loader)

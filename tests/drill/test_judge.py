@@ -111,6 +111,10 @@ def test_a_run_that_does_not_stop_or_is_not_committed_is_broken():
         ((0, 12), "it began at step 0 without anything restored, not at 6"),
         ((6, 11), "it ended at step 11; the reference at 12"),
         ((6, 6), "it ended at step 6; the reference at 12"),
+        (
+            (6, 15),
+            "it ended at step 15; the reference at 12: does the loop count from where it was resumed?",
+        ),
     ],
 )
 def test_a_resumed_run_begins_where_it_was_stopped_and_comes_to_the_end(begun, problem):

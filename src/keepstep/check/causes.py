@@ -16,11 +16,15 @@ _NAMES = {"model": "parameters or buffers", "optimizer": "the optimizer's state"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a difference: see ``Difference``. ``reference`` are all steps of the same rank in the reference."""
+    """What is known of a difference: see ``Difference``. ``reference`` are all steps of the same rank in the reference.
+
+    ``alike`` are the components that stood before the step as in the reference.
+    """
 
     what: str
     others: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
     after_restore: bool = False
     found: Stepped | None = None
     wanted: Stepped | None = None
@@ -64,8 +68,8 @@ def _data(seen: Evidence) -> list[str]:
         off = there - seen.place[0]
         causes.append(
             f"This is what the reference was given at step {there}: the data's position is {abs(off)}"
-            f" {'step' if abs(off) == 1 else 'steps'} too {'far' if off > 0 else 'early'}. Give the sampler or loader to"
-            " TrainState(data=...); what was prefetched is not what was consumed."
+            f" {'step' if abs(off) == 1 else 'steps'} too {'far' if off > 0 else 'early'}. Give a sampler or loader of"
+            " keepstep.data to TrainState(data=...); what was prefetched is not what was consumed."
         )
     elif seen.wanted and seen.found and seen.wanted.samples and seen.found.samples:
         if sorted(seen.wanted.samples) == sorted(seen.found.samples):
@@ -79,8 +83,8 @@ def _data(seen: Evidence) -> list[str]:
             )
     else:
         causes.append(
-            "The data's position or order: give the sampler or loader to TrainState(data=...). A batch that is fetched ahead"
-            " of the step it is for belongs into the state as well."
+            "The data's position or order: give a sampler or loader of keepstep.data to TrainState(data=...). A batch that"
+            " is fetched ahead of the step it is for belongs into the state as well."
         )
     if _random(seen.before):
         causes.append(
@@ -112,6 +116,12 @@ def _learning_rate(seen: Evidence) -> list[str]:
         causes.append(
             f"It is the reference's learning rate of step {same[0]}: the scheduler stands at another position."
         )
+    if seen.after_restore and seen.alike and all(name.startswith("rng/") for name in seen.before):
+        causes.append(
+            "All came back as it stood at the boundary before, so the rate is changed after a boundary and not before it:"
+            " `scheduler.step()` at the end of an epoch belongs before the last `ckpt.step()` of that epoch."
+        )
+        return causes
     causes.append(
         "The scheduler: is it in TrainState(scheduler=...), and is it made before `ckpt.restore()`? Does its length depend"
         " on something that is another number in the resumed run?"
@@ -153,14 +163,14 @@ def _loss(seen: Evidence) -> list[str]:
 
 
 def _drawn(seen: Evidence) -> list[str]:
-    """Streams that came back as they should, and have moved otherwise in the first step."""
-    names = [name for name in _random(seen.others) if name not in seen.before]
-    if not names or not seen.after_restore:
+    """Streams that stood where they should, and have moved otherwise in this step."""
+    names = [name for name in _random(seen.others) if name in seen.alike]
+    if not names:
         return []
     return [
-        f"{_listed(names)} came back as in the reference, and stands elsewhere after this step: the resumed run draws more"
-        " numbers, or fewer. Is something drawn after `ckpt.restore()` that an uninterrupted run draws at its start only,"
-        " such as a first batch or an order?"
+        f"{_listed(names)} stood as in the reference before this step, and elsewhere after it: this run draws more numbers,"
+        " or fewer. What does an uninterrupted run draw only once, when it starts? A first batch, an order, the first loop"
+        " over a DataLoader: without a `generator=` of its own it draws from torch's stream, also for an evaluation."
     ]
 
 

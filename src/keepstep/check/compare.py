@@ -178,6 +178,7 @@ def _explained(
     mine = [step for step in run.steps if step.place < place] if run else []
     found = next((step for step in (run.steps if run else ()) if step.place == place), None)
     before: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
     if run is not None:
         was = mine[-1].parts if mine else run.began.parts
         at = mine[-1].place if mine else (run.began.step, 0)
@@ -185,10 +186,12 @@ def _explained(
         # Only what both sides have traced says anything.
         both = (was.keys() & should.keys()).difference(ignore)
         before = tuple(sorted((n for n in both if was[n] != should[n]), key=_order))
+        alike = tuple(sorted(both.difference(before)))
     evidence = Evidence(
         what=first.what,
         others=first.others,
         before=before,
+        alike=alike,
         after_restore=bool(run and run.began.restored and not mine),
         found=found,
         wanted=known.get(place),

@@ -48,6 +48,10 @@ class Boundaries(Closing):
             for name, optimizer in self._optimizers.items()
         ]
         self._told: set[str] = set()
+        self._told_late: set[str] = set()
+        # Schedulers that do not move with every update, but by epochs or the like.
+        self._rested: set[str] = set()
+        self._at = 0
         self._gradients: dict[str, _Seen] = {}
         self.restart()
 
@@ -65,7 +69,8 @@ class Boundaries(Closing):
         """
         counts = self._counts()
         moved = {name: count - self._before[name] for name, count in counts.items()}
-        self._before = counts
+        self._before, self._at = counts, step
+        self._rested |= {name for name in self._schedulers if not moved[name]}
         self._look()
         if len(self._moves) < PROVED_AFTER:
             self._moves.append(moved)
@@ -102,7 +107,27 @@ class Boundaries(Closing):
 
     def _count(self, name: str, *_: Any) -> None:
         self._steps[name] += 1
+        self._tell_late()
         self._look()
+
+    def _tell_late(self) -> None:
+        """Tells, once for each, of schedulers that have moved between the boundary and the first optimizer after it.
+
+        Not an error: a loop may do so at the head of an epoch, and a resumed one does it there again.
+        """
+        if sum(count - self._before[name] for name, count in self._steps.items()) != 1:
+            return
+        for name in sorted(self._rested - self._told_late):
+            if int(self._schedulers[name].last_epoch) != self._before[name]:
+                self._told_late.add(name)
+                _log.warning(
+                    "%s moved after the boundary of step %d and before the next update: step %d has it as it was before."
+                    " Unless a run resumed from there moves it again, call scheduler.step() before Checkpointer.step() of"
+                    " the last batch of an epoch",
+                    name,
+                    self._at,
+                    self._at,
+                )
 
     def _counts(self) -> dict[str, int]:
         return self._steps | {name: int(value.last_epoch) for name, value in self._schedulers.items()}

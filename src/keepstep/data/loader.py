@@ -74,6 +74,7 @@ class ResumableLoader:
         check_options(options, _OURS)
         order = Order(len(dataset), seed, shuffle)
         self._position = Position(Dealing(order, tail, batch_size, global_batch_size, rank, world))
+        self._dataset = dataset
         self._yielded = self._batch_samples = 0
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
@@ -84,6 +85,11 @@ class ResumableLoader:
             generator=self._generator,
             **options,
         )
+
+    @property
+    def dataset(self) -> Any:
+        """The data set it was made with, as of torch's DataLoader: loops print its length."""
+        return self._dataset
 
     @property
     def epoch(self) -> int:

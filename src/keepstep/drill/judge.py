@@ -273,7 +273,11 @@ def _complete(baseline: Baseline, trace: Trace, world: int | None = None) -> lis
     if len(runs) != (world or baseline.world):
         problems.append(f"{len(runs)} ranks took part, not {world or baseline.world}")
     if ends := sorted({run.last_step for run in runs if run.last_step != baseline.last}):
-        problems.append(f"it ended at step {', '.join(map(str, ends))}; the reference at {baseline.last}")
+        beyond = ": does the loop count from where it was resumed?"
+        problems.append(
+            f"it ended at step {', '.join(map(str, ends))}; the reference at {baseline.last}"
+            + (beyond if ends[-1] > baseline.last else "")
+        )
     return problems
 
 
