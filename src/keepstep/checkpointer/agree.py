@@ -135,7 +135,7 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         decided = _decide([msgspec.msgpack.decode(raw, type=_Entry) for raw in posted])
         if attempt.root is not None and attempt.failed_step >= 0 and not decided.skip:
             # Only now: every rank is here, so none still writes for the attempt that failed.
-            sweep_failed(attempt.root, attempt.failed_step)
+            sweep_failed(attempt.root, attempt.failed_step, attempt.lineage.incarnation)
         there = [name for name, _ in storage.list("") if name != MANIFEST_NAME or not attempt.replace]
         aside = set() if attempt.root is None else set_aside(read_notes(attempt.root), attempt.step, there)
         leftovers = tuple(name for name in there if name not in aside)

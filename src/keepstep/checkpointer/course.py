@@ -56,9 +56,9 @@ class Course:
         return restored is not None and step > restored.step
 
 
-def tidy_after_restore(root: Storage) -> None:
-    """Removes what older starts left unfinished: the new incarnation fences them. On the coordinator."""
+def tidy_after_restore(root: Storage, incarnation: int) -> None:
+    """Removes what older starts left unfinished: the incarnation of this one fences them. On the coordinator."""
     try:
-        sweep_leftovers(root, read_catalog(root))
+        sweep_leftovers(root, read_catalog(root), incarnation)
     except StorageError as err:
         warn_untidy(err)

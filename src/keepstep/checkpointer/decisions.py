@@ -15,7 +15,6 @@ from keepstep.agent.node import Owner
 from keepstep.checkpointer.loading import found_manifest
 from keepstep.commit.catalog import Found, read_catalog, step_storage
 from keepstep.commit.publish import RUN_NAME, new_incarnation, run_of
-from keepstep.commit.retention import sweep_leftovers, warn_untidy
 from keepstep.errors import (
     CorruptError,
     DamageWarning,
@@ -114,10 +113,6 @@ def choose_step(
             + "".join(f"\n  - {text}" for text in (*skipped, *weights_only))
             + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
         )
-    try:
-        sweep_leftovers(root, catalog)
-    except StorageError as err:
-        warn_untidy(err)
     return Choice(skipped=skipped)
 
 

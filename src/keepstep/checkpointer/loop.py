@@ -106,7 +106,9 @@ class Checkpointer(Closing):
         self._tolerated = tolerate_failures
         manner = Manner(staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging)
         with contextlib.ExitStack() as held:
-            started = start_job(self._ranks, Wish(root, state, manner, trace, self._drill, deadline_s), held)
+            started = start_job(
+                self._ranks, Wish(root, state, manner, trace, self._drill, deadline_s, self._keep), held
+            )
             self._root, self._saves, self._arena = started.root, started.saves, started.arena
             self._course = Course(started.lineage, overwrite=overwrite)
             self._boundaries = held.enter_context(Boundaries(state))
@@ -175,8 +177,8 @@ class Checkpointer(Closing):
             self._course.adopt(manifest, report.incarnation)
             if manifest.world_size == self._ranks.world:
                 self._known = KnownPlan(manifest.fingerprint, manifest.structure)
-            if self._ranks.leads:
-                tidy_after_restore(self._root)
+        if self._ranks.leads:
+            tidy_after_restore(self._root, self._course.lineage.incarnation)
         self._boundaries.restart()
         if self._ranks.leads and not report.fresh:
             sys.stderr.write(f"{report}\n")

@@ -8,7 +8,7 @@ import msgspec
 
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.pins import pinned_steps
-from keepstep.commit.publish import newest_incarnation
+from keepstep.commit.publish import is_overtaken
 from keepstep.commit.retention import Keep, for_space, judge, make_room, remove_step
 from keepstep.commit.weights import drop_optimizers, droppable
 from keepstep.errors import StorageError
@@ -44,7 +44,7 @@ def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
             stay are untouched.
     """
     keep = order.keep
-    if keep is None or newest_incarnation(root) > manifest.lineage.incarnation:
+    if keep is None or is_overtaken(root, manifest.lineage.incarnation):
         return
     catalog, pinned = read_catalog(root), pinned_steps(root)
     if (manifest.step, manifest.save_id) not in {(found.step, found.save_id) for found in catalog.steps}:
@@ -54,12 +54,12 @@ def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
     fates = judge(catalog, keep, run=manifest.lineage.run, resumed={*order.protect}, pinned=pinned | {manifest.step})
     for fate in reversed(fates):
         if fate.goes:
-            remove_step(root, fate.found)
+            remove_step(root, fate.found, manifest.lineage.incarnation)
         elif fate.strip and droppable(manifest):
             # (A state without an optimizer has nothing to drop: no old manifest has to be read to see that.)
-            drop_optimizers(root, fate.found.step)
+            drop_optimizers(root, fate.found.step, manifest.lineage.incarnation)
     if keep.min_free_bytes:
-        free = make_room(root, for_space(fates), keep.min_free_bytes)
+        free = make_room(root, for_space(fates), keep.min_free_bytes, manifest.lineage.incarnation)
         if free is not None and free < keep.min_free_bytes:
             text = f"{free:,} bytes are free, {keep.min_free_bytes:,} are wanted, and no more steps may go for that"
             raise StorageError("make room", root.url, OSError(errno.ENOSPC, text))

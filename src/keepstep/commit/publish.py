@@ -36,6 +36,7 @@ __all__ = [
     "RUN_NAME",
     "collect_receipts",
     "commit_step",
+    "is_overtaken",
     "new_incarnation",
     "newest_incarnation",
     "point_latest",
@@ -101,7 +102,7 @@ def commit_step(
         StorageError: the manifest could not be put in place.
     """
     manifest = collect_receipts(receipts, manifest)
-    if run is not None and newest_incarnation(run) > manifest.lineage.incarnation:
+    if run is not None and is_overtaken(run, manifest.lineage.incarnation):
         # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
         raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
     data, began = pack_manifest(manifest), time.monotonic()
@@ -194,6 +195,15 @@ def newest_incarnation(storage: Storage) -> int:
     return max(
         (int(name.rpartition("/")[2]) for name, _ in storage.list(INCARNATIONS) if name[-6:].isdigit()), default=0
     )
+
+
+def is_overtaken(root: Storage, incarnation: int) -> bool:
+    """Whether a later start of the job has begun. From then on nothing of this one may appear, or take anything away.
+
+    To be asked after everything that is looked at before a change, and directly before the one call that makes it: what
+    begins between the two is not seen.
+    """
+    return newest_incarnation(root) > incarnation
 
 
 def new_incarnation(storage: Storage, note: bytes) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from keepstep.commit.aside import QUARANTINE, Note, read_notes, set_aside
 from keepstep.commit.catalog import Catalog, Found, read_manifest, step_storage
 from keepstep.commit.pins import PINS
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, is_overtaken
 from keepstep.errors import CorruptError, FormatError, StorageError, UsageError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage
@@ -190,8 +190,10 @@ def for_space(fates: Sequence[Fate]) -> list[Found]:
     return [fate.found for fate in reversed(fates) if not fate.held and not fate.goes]
 
 
-def make_room(root: Storage, steps: Sequence[Found], min_free_bytes: int) -> int | None:
+def make_room(root: Storage, steps: Sequence[Found], min_free_bytes: int, incarnation: int) -> int | None:
     """Removes steps, in this order, until so much is free. Returns what is free then; None when it cannot be told.
+
+    ``incarnation``: see ``remove_step``.
 
     Raises:
         StorageError: a step could not be removed.
@@ -200,26 +202,32 @@ def make_room(root: Storage, steps: Sequence[Found], min_free_bytes: int) -> int
     for found in steps:
         if free is None or free >= min_free_bytes:
             break
-        remove_step(root, found)
+        remove_step(root, found, incarnation)
         free = root.free_bytes()
     return free
 
 
-def remove_step(root: Storage, found: Found) -> None:
+def remove_step(root: Storage, found: Found, incarnation: int) -> None:
     """Removes a step: first its manifest, so that at no instant a step exists whose data is partly gone.
+
+    Nothing happens when a start of the job after ``incarnation``, in whose name this is done, has begun: the step may be the
+    one that it has resumed from, or there may be one of its own in this place by now.
 
     Of the files in its folder only its own go: another attempt may be writing there, after a rollback, and what is nobody's
     is swept at the next start.
     """
     storage = step_storage(root, found.step)
+    if is_overtaken(root, incarnation):
+        return
     storage.delete([MANIFEST_NAME])
     storage.delete([name for name, _ in storage.list("") if f".{found.save_id}." in name])
 
 
-def sweep_leftovers(root: Storage, catalog: Catalog) -> None:
+def sweep_leftovers(root: Storage, catalog: Catalog, incarnation: int) -> None:
     """Removes what killed attempts left: steps never committed, strays beside committed ones, half-written records.
 
-    Call only after taking a new incarnation, which fences whoever wrote them. Damaged steps stay as they are. On return what
+    Call only after taking ``incarnation``, a new one, which fences whoever wrote them. What a start after that one writes is
+    not touched: once there is one, this does nothing. Damaged steps stay as they are. On return what
     the catalog says is durable, too: an older start may have been killed between a manifest and its fsync.
     """
     committed = {step_name(found.step): found for found in catalog.steps if not found.damage}
@@ -240,7 +248,9 @@ def sweep_leftovers(root: Storage, catalog: Catalog) -> None:
         # A manifest that does not prove itself says nothing about what may go: its save id may be what is damaged.
         with contextlib.suppress(CorruptError, FormatError):
             doomed.extend(f"{folder}/{name}" for name in strays(root, committed[folder].step, names, catalog.aside))
-    root.delete(doomed)
+    # Asked after the look at what is there: then nothing of it was written by a later start.
+    if doomed and not is_overtaken(root, incarnation):
+        root.delete(doomed)
 
 
 def strays(root: Storage, step: int, names: Sequence[str], aside: Sequence[Note]) -> list[str]:
@@ -255,12 +265,15 @@ def strays(root: Storage, step: int, names: Sequence[str], aside: Sequence[Note]
     return [name for name in names if name not in own | kept]
 
 
-def sweep_failed(root: Storage, step: int) -> None:
-    """Removes what a failed attempt left, unless the step is committed after all. Failing here loses nothing: only warns."""
+def sweep_failed(root: Storage, step: int, incarnation: int) -> None:
+    """Removes what a failed attempt left, unless the step is committed after all. Failing here loses nothing: only warns.
+
+    Nor when a start of the job after ``incarnation`` has begun: the files may be of an attempt of its own.
+    """
     try:
         names = [name for name, _ in step_storage(root, step).list("")]
         kept = set_aside(read_notes(root), step, names)
-        if MANIFEST_NAME not in names:
+        if MANIFEST_NAME not in names and not is_overtaken(root, incarnation):
             # As in sweep_leftovers: first that there is no manifest, then the data.
             step_storage(root, step).delete([_NOTHING])
             step_storage(root, step).delete([name for name in names if name not in kept])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from keepstep.commit.catalog import read_manifest, step_storage
+from keepstep.commit.publish import is_overtaken
 from keepstep.format.manifest import FORMAT_MAJOR, MANIFEST_NAME, STATE_FOLDER, Manifest, pack_manifest
 from keepstep.storage.base import Storage
 
@@ -48,10 +49,11 @@ def stripped(manifest: Manifest, names: tuple[str, ...]) -> Manifest:
     )
 
 
-def drop_optimizers(root: Storage, step: int) -> tuple[str, ...]:
+def drop_optimizers(root: Storage, step: int, incarnation: int) -> tuple[str, ...]:
     """Lets the files of a step's optimizers go; the rest of it stays whole at every instant. Returns what went.
 
-    Call only where nobody else removes or replaces this step meanwhile.
+    Call only where nobody else of this start of the job, ``incarnation``, removes or replaces this step meanwhile. Nothing
+    happens when a later one has begun.
 
     Raises:
         CorruptError: the manifest is damaged; nothing was changed.
@@ -60,6 +62,8 @@ def drop_optimizers(root: Storage, step: int) -> tuple[str, ...]:
     storage = step_storage(root, step)
     manifest = read_manifest(storage)
     names = droppable(manifest)
+    if is_overtaken(root, incarnation):
+        return ()
     if names:
         # First the promise, in one atomic operation, then what it was about.
         storage.put(MANIFEST_NAME, pack_manifest(stripped(manifest, names)))
