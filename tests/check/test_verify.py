@@ -17,7 +17,7 @@ from keepstep.check.verify import KINDS, Problem, exit_status, verify
 from keepstep.errors import StepNotFoundError, StorageError
 from keepstep.format.box import Box
 from keepstep.format.layout import Cut, Layout, Mesh
-from keepstep.format.manifest import MANIFEST_NAME, pack_manifest, parse_manifest
+from keepstep.format.manifest import MANIFEST_NAME, Lineage, pack_manifest, parse_manifest
 from keepstep.format.shardfile import digest, pack_header, parse_header, seal_header
 from keepstep.storage.local import LocalStorage
 from tests.helpers.storages import Watched
@@ -119,6 +119,7 @@ def test_files_of_other_attempts_are_no_fault(step):
     (step / "model" / "rank-00000.0badc0de.safetensors").write_bytes(b"left over")
     (step / "model" / "rank-00000.0badc0de.safetensors.partial").write_bytes(b"left over")
     assert result(step).ok
+    assert [name.rpartition(".")[2] for name in result(step).strays] == ["safetensors", "partial"]
 
 
 # --- one fault each -------------------------------------------------------------------------------------------------
@@ -250,6 +251,18 @@ FAULTS = {
         lambda step: edit(step, files={**manifest_of(step).files, "big": ()}),
         "missing", "big/", ["lists no file of rank 0"],
     ),
+    "a key tied to nothing": (
+        lambda step: edit(step, aliases={**manifest_of(step).aliases, "model/ghost": "model/gone"}),
+        "coverage", MANIFEST_NAME, ["'model/ghost' is tied to 'model/gone'"],
+    ),
+    "another time than the files say": (
+        lambda step: edit(step, created="2020-01-01T00:00:00.000+00:00"),
+        "header", "state/", ["its copy of the manifest is of another one", "created 20"],
+    ),
+    "another origin than the files say": (
+        lambda step: edit(step, lineage=Lineage("other", 3)),
+        "header", "state/", ["its copy of the manifest is of another one", "run='other'"],
+    ),
 }  # fmt: skip
 
 
@@ -264,6 +277,18 @@ def test_a_fault_is_named_with_its_kind_and_its_file(name, step):
         assert text in problems[0].text
     assert "{" not in problems[0].text
     assert exit_status(result(step).problems) == KINDS[kind].exit_status
+
+
+def test_a_rank_whose_own_values_are_not_listed_is_missed(step_of_two):
+    """Its tensors may all be with other ranks."""
+    manifest = manifest_of(step_of_two)
+    gone = next(record for record in manifest.files["state"] if record.rank == 1)
+    files = manifest.files | {"state": tuple(one for one in manifest.files["state"] if one is not gone)}
+    edit(step_of_two, files=files)
+    problems = result(step_of_two).problems
+    assert [problem.kind for problem in problems] == ["values"]
+    assert "has no value on rank 1" in problems[0].text
+    assert result(step_of_two).strays == (file_of(step_of_two, "state", 1).relative_to(step_of_two).as_posix(),)
 
 
 def test_files_of_two_ranks_that_were_exchanged_are_noticed(step_of_two):

@@ -8,6 +8,8 @@ Finds every fault instead of stopping at the first one. Changes nothing, imports
     entries     in every file the pieces that the layouts give to its rank: none missing, none surplus, none different
     blocks      every byte of data against its digest, on a few threads
     values      the plain values can be decoded, and what they refer to is there
+
+What lies in the step's folder besides is no fault of the step; it is told as ``strays``.
 """
 
 from __future__ import annotations
@@ -22,12 +24,21 @@ from keepstep.commit.catalog import read_manifest
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StepNotFoundError, StorageError, listed
 from keepstep.format.box import check_partition, whole
 from keepstep.format.layout import Part, parts
-from keepstep.format.manifest import MANIFEST_NAME, OWN_NAME, STATE_FOLDER, TREE_NAME, FileRecord, Manifest
-from keepstep.format.shardfile import Entry, ShardHeader, digest, parse_header
+from keepstep.format.manifest import (
+    MANIFEST_NAME,
+    OWN_NAME,
+    STATE_FOLDER,
+    TREE_NAME,
+    FileRecord,
+    Manifest,
+    pack_manifest,
+    parse_head,
+)
+from keepstep.format.shardfile import Entry, ShardHeader, digest, manifest_copy, parse_header
 from keepstep.plan.save_plan import expected_bytes
 from keepstep.storage.base import Blob, Storage
 
-__all__ = ["KINDS", "Problem", "Verified", "exit_status", "verify"]
+__all__ = ["KINDS", "Problem", "Verified", "exit_status", "verify", "verify_files"]
 
 SHOWN_PIECES = 5
 
@@ -40,11 +51,17 @@ KINDS: dict[str, type[CheckpointError]] = {
     "entries": CorruptError,
     "blocks": CorruptError,
     "values": CorruptError,
+    "lost": CorruptError,
+    "lineage": CorruptError,
+    "incarnation": CorruptError,
+    "run": CorruptError,
+    "latest": CorruptError,
     "unreadable": StorageError,
     "version": FormatError,
 }
 """Every kind of problem, the worst first, and the error whose exit status it has. Damage that is proved is worse than a
-file that could not be read, and that is worse than a version that this keepstep does not know."""
+file that could not be read, and that is worse than a version that this keepstep does not know. From ``lost`` to ``latest``
+they are those of a run and its records; see ``keepstep.check.run``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,7 @@ class Verified:
     """What is known about a step so far. ``step`` is None when the manifest cannot be read.
 
     ``bytes`` and ``blocks`` count data that was read and compared, out of ``total_bytes``; ``files`` the files begun.
+    ``strays`` are names in the step's folder that the manifest does not list.
     """
 
     step: int | None
@@ -69,6 +87,7 @@ class Verified:
     blocks: int = 0
     total_bytes: int = 0
     problems: tuple[Problem, ...] = ()
+    strays: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -104,20 +123,31 @@ def verify(storage: Storage) -> Iterator[Verified]:
         if err.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise StepNotFoundError(f"{storage.url}: no committed step; there is no manifest ({MANIFEST_NAME})") from err
+    for verified in verify_files(storage, manifest):
+        yield verified
+    if not verified.ok:
+        _still_there(storage, manifest)
+
+
+def verify_files(storage: Storage, manifest: Manifest) -> Iterator[Verified]:
+    """Verifies the files of a step against a manifest, whether it has been committed or not; see ``verify``.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
     work = _Work(storage, manifest)
     so_far = Verified(manifest.step, total_bytes=sum(r.data_bytes for rs in manifest.files.values() for r in rs))
     so_far = replace(so_far, problems=(*_uncovered(manifest), *_unlisted(manifest)))
     there = dict(storage.list(""))
+    promised = {manifest.file_name(folder, one.rank) for folder, records in manifest.files.items() for one in records}
+    so_far = replace(so_far, strays=tuple(sorted(there.keys() - promised - {MANIFEST_NAME})))
     for folder, records in manifest.files.items():
         for record in records:
             so_far = replace(so_far, files=so_far.files + 1)
             for checked in work.file(folder, record, there):
                 so_far = _added(so_far, checked)
                 yield so_far
-    so_far = replace(so_far, problems=(*so_far.problems, *work.loose_references()))
-    if not so_far.ok:
-        _still_there(storage, manifest)
-    yield so_far
+    yield replace(so_far, problems=(*so_far.problems, *work.loose_references()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +190,11 @@ def _uncovered(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _unlisted(manifest: Manifest) -> Iterator[Problem]:
-    """Ranks that hold pieces by the layouts, but have no file."""
+    """Ranks that hold pieces by the layouts, but have no file; keys that are tied to nothing."""
+    stored_keys = {spec.key for spec in manifest.tensors}
+    for key, stored in manifest.aliases.items():
+        if stored not in stored_keys:
+            yield Problem("coverage", MANIFEST_NAME, f"{key!r} is tied to {stored!r}, which is not stored")
     for folder, expected in expected_bytes(manifest.structure, manifest.world_size).items():
         listed_ranks = {record.rank for record in manifest.files[folder]}
         for rank, wanted in enumerate(expected.tolist()):
@@ -220,7 +254,7 @@ class _Work:
         problems = []
         for ref in self.shared.tensors:
             spec = stored.get(self.manifest.aliases.get(ref.key, ref.key))
-            if ref.own:
+            if ref.own or (spec is None and ref.key.partition("/")[0] in self.manifest.dropped):
                 continue
             if spec is None:
                 problems.append(f"{ref.key!r} is stored nowhere")
@@ -231,7 +265,7 @@ class _Work:
             there = self.own_keys.get(own.key, set())
             if not there:
                 problems.append(f"{own.key!r} has no value on any rank")
-            elif lacking := sorted(set(own.owners) - there):
+            elif lacking := sorted(set(own.owners or range(self.manifest.world_size)) - there):
                 problems.append(f"{own.key!r} has no value on rank {', '.join(map(str, lacking))}")
         missing = [part for part in self.manifest.components if part not in self.shared.names]
         problems.extend(f"component {part!r} has no plain values" for part in missing)
@@ -246,6 +280,7 @@ class _Work:
         origin = (header.save_id, header.step, header.rank)
         if origin != (self.manifest.save_id, self.manifest.step, record.rank):
             raise CorruptError(f"{name}: belongs to attempt {origin[0]}, step {origin[1]}, rank {origin[2]}")
+        self._compare_copy(raw, name)
         if header.data_bytes != record.data_bytes:
             raise CorruptError(f"{name}: {header.data_bytes:,} bytes of data; {record.data_bytes:,} were written")
         bad: list[int] = []
@@ -264,6 +299,19 @@ class _Work:
                 own = None
                 yield _Checked(problems=(Problem("values", name, str(err)),))
         yield _Checked(problems=self._entries(header, name, folder, own=own))
+
+    def _compare_copy(self, raw: bytes, name: str) -> None:
+        """What the file says of the attempt it belongs to, where it has a copy of the manifest."""
+        copy = manifest_copy(raw, name)
+        if copy:
+            mine, theirs = (
+                parse_head(pack_manifest(self.manifest), "the manifest"),
+                parse_head(copy, f"{name}: the copy"),
+            )
+            for part in ("step", "save_id", "created", "lineage", "metrics"):
+                if getattr(mine, part) != getattr(theirs, part):
+                    text = f"{part} {getattr(theirs, part)} where the manifest has {getattr(mine, part)}"
+                    raise CorruptError(f"{name}: its copy of the manifest is of another one: {text}")
 
     def _values(self, blob: Blob, header: ShardHeader, name: str) -> Outline:
         """The rank's own plain values; notes the shared ones of rank 0, which it needs to have."""

@@ -1,26 +1,31 @@
-"""``keepstep verify``: one step, or every step below a root, with a progress bar on standard error."""
+"""``keepstep verify``: one step, or a whole run with its records, with a progress bar on standard error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from keepstep.check.run import verify_run
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.words import plural, safe, size_words
+from keepstep.commit.aside import set_aside
 from keepstep.commit.catalog import read_catalog, step_storage
+from keepstep.commit.garbage import find_garbage
 from keepstep.errors import StepNotFoundError
-from keepstep.format.manifest import step_name
+from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.storage.base import Storage
 
 __all__ = ["StepResult", "Verification", "print_result", "verify_root", "verify_step"]
 
+SHOWN = 5
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One verified step. ``bytes`` and ``blocks`` are of tensor data, read and compared."""
+    """One verified step. ``bytes`` and ``blocks`` are of tensor data, read and compared; ``strays`` are files beside it."""
 
     name: str
     step: int | None
@@ -29,27 +34,36 @@ class StepResult:
     bytes: int
     blocks: int
     problems: tuple[Problem, ...]
+    strays: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """All of it; the fields are those of the JSON output. ``exit_status`` belongs to the worst problem of all."""
+    """All of it; the fields are those of the JSON output. ``exit_status`` belongs to the worst problem of all.
+
+    ``problems`` are those of a run's records, ``notes`` are no faults, ``aside`` are damaged steps that were put aside, and
+    ``garbage_bytes`` is what `keepstep gc` would look at.
+    """
 
     path: str
     ok: bool
     exit_status: int
     steps: tuple[StepResult, ...]
     unfinished: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+    garbage_bytes: int = 0
 
 
 def verify_step(storage: Storage, name: str, errors: Console) -> Verification:
     """Verifies one step; the bar goes to ``errors`` where that is a terminal."""
     result = _run(storage, name, errors)
-    return _summed(storage.url, [result], ())
+    return _summed(storage.url, [result])
 
 
 def verify_root(root: Storage, errors: Console) -> Verification:
-    """Verifies every committed step, newest first. One that is removed meanwhile is left out.
+    """Verifies every committed step, newest first, and the records of the run. A step that goes meanwhile is left out.
 
     Raises:
         StepNotFoundError: no step is committed below the root.
@@ -60,11 +74,25 @@ def verify_root(root: Storage, errors: Console) -> Verification:
         raise StepNotFoundError(f"no step is committed below {root.url}{left}")
     results = []
     for found in catalog.steps:
+        name = step_name(found.step)
         try:
-            results.append(_run(step_storage(root, found.step), step_name(found.step), errors))
+            result = _run(step_storage(root, found.step), name, errors)
         except StepNotFoundError:
             continue
-    return _summed(root.url, results, catalog.unfinished)
+        if result.step not in (None, found.step):
+            elsewhere = Problem("manifest", MANIFEST_NAME, f"{name} holds the manifest of step {result.step}")
+            result = replace(result, ok=False, problems=(elsewhere, *result.problems))
+        kept = set_aside(catalog.aside, found.step, result.strays)
+        results.append(replace(result, strays=tuple(name for name in result.strays if name not in kept)))
+    records = verify_run(root, catalog)
+    summed = _summed(root.url, results, records.problems)
+    return replace(
+        summed,
+        unfinished=catalog.unfinished,
+        notes=records.notes,
+        aside=tuple(step_name(note.step) for note in catalog.aside),
+        garbage_bytes=sum(one.bytes for one in find_garbage(root, catalog)),
+    )
 
 
 def print_result(verification: Verification, console: Console) -> None:
@@ -81,6 +109,15 @@ def print_result(verification: Verification, console: Console) -> None:
         console.print(f"{safe(result.name)}  {verdict}  ({counts})", soft_wrap=True)
         for problem in result.problems:
             console.print(f"  {problem.kind}: {safe(problem.text)}", soft_wrap=True)
+        if result.strays:
+            more = f" and {len(result.strays) - SHOWN} more" if len(result.strays) > SHOWN else ""
+            console.print(f"  not of this step: {safe(', '.join(result.strays[:SHOWN]))}{more}", soft_wrap=True)
+    for problem in verification.problems:
+        console.print(f"{problem.kind}: {safe(problem.text)}", soft_wrap=True)
+    for note in verification.notes:
+        console.print(f"note: {safe(note)}", soft_wrap=True)
+    if verification.aside:
+        console.print(f"damaged and put aside: {', '.join(verification.aside)}", soft_wrap=True)
     if verification.unfinished:
         console.print(f"never committed, not looked at: {', '.join(verification.unfinished)}", soft_wrap=True)
 
@@ -92,7 +129,14 @@ def _run(storage: Storage, name: str, errors: Console) -> StepResult:
         for verified in verify(storage):
             bar.update(task, completed=verified.bytes, total=verified.total_bytes)
     return StepResult(
-        name, verified.step, verified.ok, verified.files, verified.bytes, verified.blocks, verified.problems
+        name,
+        verified.step,
+        verified.ok,
+        verified.files,
+        verified.bytes,
+        verified.blocks,
+        verified.problems,
+        verified.strays,
     )
 
 
@@ -101,7 +145,7 @@ def _bar(errors: Console) -> Progress:
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
-def _summed(path: str, results: Iterable[StepResult], unfinished: tuple[str, ...]) -> Verification:
+def _summed(path: str, results: Iterable[StepResult], records: tuple[Problem, ...] = ()) -> Verification:
     steps = tuple(results)
-    problems = tuple(problem for step in steps for problem in step.problems)
-    return Verification(path, not problems, exit_status(problems), steps, unfinished)
+    problems = (*(problem for step in steps for problem in step.problems), *records)
+    return Verification(path, not problems, exit_status(problems), steps, problems=records)
