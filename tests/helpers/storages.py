@@ -72,6 +72,9 @@ class Watched(Storage):
             self.note("delete", name)
         self.inner.delete(names)
 
+    def free_bytes(self) -> int | None:
+        return self.inner.free_bytes()
+
 
 class _Upload(Upload):
     def __init__(self, storage: Watched, name: str, inner: Upload) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 from keepstep.check.trace import DrillOrders
 from keepstep.checkpointer.background import BackgroundSaves, Manner, is_plain
 from keepstep.checkpointer.decisions import Start, begin_run, own_root
+from keepstep.commit.retention import Keep
 from keepstep.errors import UsageError
 from keepstep.format.manifest import Lineage
 from keepstep.move.arena import Arena
@@ -32,6 +34,7 @@ class Wish:
     trace: bool
     drill: DrillOrders | None
     deadline_s: float
+    keep: Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def start_job(ranks: Ranks, wish: Wish, held: contextlib.ExitStack) -> Started:
         posted = phase.gather(root.url.encode())
         if posted is not None:
             own_root(root, posted, held)
+            _check_space(root, wish.keep)
         phase.broadcast(b"" if posted is not None else None)
     arena, saves = None, None
     if wish.manner.background == "off":
@@ -86,3 +90,10 @@ def start_job(ranks: Ranks, wish: Wish, held: contextlib.ExitStack) -> Started:
         answer = b"" if posted is None else msgspec.json.encode(begin_run(root, ranks.world))
         start = msgspec.json.decode(phase.broadcast(answer), type=Start)
     return Started(root, trace, Lineage(start.run, start.incarnation), saves, arena)
+
+
+def _check_space(root: Storage, keep: Keep) -> None:
+    """Tells the user of a rule that cannot be followed here."""
+    if keep.min_free_bytes and root.free_bytes() is None:
+        text = f"Keep(min_free_bytes={keep.min_free_bytes}) means nothing at {root.url}: it cannot tell what is free"
+        warnings.warn(text, stacklevel=5)

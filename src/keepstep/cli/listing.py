@@ -10,6 +10,7 @@ from rich.table import Table
 
 from keepstep.cli.words import age_s, age_words, metric_words, safe, size_words
 from keepstep.commit.catalog import Found, check_files, read_catalog, read_manifest, step_storage
+from keepstep.commit.pins import pinned_steps
 from keepstep.commit.publish import LATEST_NAME
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError
 from keepstep.format.manifest import parse_step_name, step_name
@@ -38,6 +39,7 @@ class StepLine:
     metrics: dict[str, float | None] = field(default_factory=dict)
     damage: str | None = None
     dropped: tuple[str, ...] = ()
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,11 @@ def read_listing(root: Storage) -> Listing:
     """Looks at every step once: its manifest and the sizes of its files, not their contents."""
     catalog = read_catalog(root)
     lines: list[StepLine] = []
+    pinned = pinned_steps(root)
     for found in catalog.steps:
         line = _line(root, found)
         newest = line.status == "committed" and not line.dropped and not any(other.latest for other in lines)
-        lines.append(replace(line, latest=newest))
+        lines.append(replace(line, latest=newest, pinned=found.step in pinned))
     for name in reversed(catalog.unfinished):
         sizes = [size for _, size in root.list(name)]
         lines.append(StepLine(parse_step_name(name) or 0, name, "unfinished", bytes=sum(sizes), files=len(sizes)))
@@ -102,10 +105,9 @@ def print_listing(listing: Listing, console: Console) -> None:
 
 
 def _remark(line: StepLine) -> str:
-    if line.latest:
-        return "latest"
     if line.status == "committed":
-        return f"without {', '.join(line.dropped)}" if line.dropped else ""
+        notes = ["latest"] * line.latest + ["pinned"] * line.pinned
+        return ", ".join([*notes, f"without {', '.join(line.dropped)}"] if line.dropped else notes)
     return "never committed" if line.status == "unfinished" else "damaged"
 
 
