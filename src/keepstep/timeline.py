@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from keepstep.failpoints import reach
+
 __all__ = ["Timeline"]
 
 
@@ -23,7 +25,11 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside the block, but outside of spans within it, to ``seconds[name]``."""
+        """Adds the seconds spent inside the block, but outside of spans within it, to ``seconds[name]``.
+
+        The beginning of a span is a failpoint of that name.
+        """
+        reach(name)
         around = getattr(self._inner, "seconds", 0.0)
         self._inner.seconds = 0.0
         began = time.perf_counter()

@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "state plan",
         "storage ranks",
         "format timeline",
-        "errors",
+        "errors failpoints",
     )
 )
 HEIGHT = {room: len(FLOORS) - number for number, floor in enumerate(FLOORS) for room in floor}

@@ -19,6 +19,7 @@ TORCH_FREE = (
     "keepstep.commit",
     "keepstep.drill.story",
     "keepstep.errors",
+    "keepstep.failpoints",
     "keepstep.format",
     "keepstep.move.writer",
     "keepstep.plan",

@@ -23,6 +23,7 @@ from keepstep.errors import (
     StepNotFoundError,
     StorageError,
 )
+from keepstep.failpoints import reach
 from keepstep.format.manifest import FORMAT_MAJOR, step_name
 from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage
@@ -82,6 +83,7 @@ def choose_step(
 
     ``incarnation`` is the one that this start of the job is in.
     """
+    reach("choose")
     catalog = read_catalog(root)
     weights_only = []
     if step is not None and step not in {found.step for found in catalog.steps}:

@@ -26,6 +26,7 @@ from keepstep.checkpointer.saving import Saved, file_heads, order_of, planned_fi
 from keepstep.checkpointer.slots import ArenaSlot
 from keepstep.commit.records import RankTimes, Span
 from keepstep.errors import StagingError
+from keepstep.failpoints import reach
 from keepstep.format.failure import failure_of
 from keepstep.format.manifest import step_name
 from keepstep.format.shardfile import digest
@@ -217,6 +218,7 @@ class StagedSave:
         return waited
 
     def _submit(self, staged_s: float, waited_s: float) -> None:
+        reach("submit")
         desk, attempt, agreed = self.desk, self.attempt, self.agreed
         if self._lent is None:
             raise StagingError("no arena")

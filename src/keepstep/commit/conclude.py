@@ -12,6 +12,7 @@ from keepstep.commit.publish import is_overtaken
 from keepstep.commit.retention import Keep, for_space, judge, make_room, remove_step
 from keepstep.commit.weights import drop_optimizers, droppable
 from keepstep.errors import StorageError
+from keepstep.failpoints import reach
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, step_name
 from keepstep.storage.base import Storage
 
@@ -43,6 +44,7 @@ def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
         StorageError: something could not be removed, or more space was wanted than could be made; committed steps that
             stay are untouched.
     """
+    reach("tidy")
     keep = order.keep
     if keep is None or is_overtaken(root, manifest.lineage.incarnation):
         return

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from keepstep.errors import CorruptError, RankFailedError, StepExistsError, StorageError, UsageError
+from keepstep.failpoints import reach
 from keepstep.format.layout import Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
@@ -101,12 +102,14 @@ def commit_step(
         StepExistsError: a step is committed there and may not be replaced.
         StorageError: the manifest could not be put in place.
     """
+    reach("receipts")
     manifest = collect_receipts(receipts, manifest)
     if run is not None and is_overtaken(run, manifest.lineage.incarnation):
         # A later start of the job has taken over; what this one still has in hand must not appear beside its steps.
         raise RankFailedError("not committed", {0: "a later incarnation of this run has started"})
     data, began = pack_manifest(manifest), time.monotonic()
     sure, failed = True, None
+    reach("publish")
     try:
         if replace:
             # Readers see the old step or the new one, whole.
@@ -124,6 +127,7 @@ def commit_step(
             raise failed or StepExistsError(f"{storage.url} is already committed; it was left as it is")
         # This attempt's own manifest. That it is seen does not mean that it is durable; that it is put once more does.
         storage.put(MANIFEST_NAME, data)
+    reach("published")
     if time.monotonic() - began > OVERTAKEN_S:
         _check_not_overtaken(storage, manifest)
     if leftovers:
@@ -181,6 +185,7 @@ def _check_not_overtaken(storage: Storage, manifest: Manifest) -> None:
 
 def point_latest(storage: Storage, manifest: Manifest, manifest_digest: str) -> None:
     """Moves the hint to this step. Readers trust manifests; this is for people and scripts."""
+    reach("latest")
     hint = {
         "step": manifest.step,
         "incarnation": manifest.lineage.incarnation,

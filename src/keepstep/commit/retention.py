@@ -15,6 +15,7 @@ from keepstep.commit.catalog import Catalog, Found, read_manifest, step_storage
 from keepstep.commit.pins import PINS
 from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, is_overtaken
 from keepstep.errors import CorruptError, FormatError, StorageError, UsageError
+from keepstep.failpoints import reach
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage
 from keepstep.storage.local import PARTIAL
@@ -220,6 +221,7 @@ def remove_step(root: Storage, found: Found, incarnation: int) -> None:
     if is_overtaken(root, incarnation):
         return
     storage.delete([MANIFEST_NAME])
+    reach("remove")
     storage.delete([name for name, _ in storage.list("") if f".{found.save_id}." in name])
 
 
