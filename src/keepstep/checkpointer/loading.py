@@ -164,8 +164,22 @@ def found_manifest(storage: Storage) -> bytes:
     Raises:
         StepNotFoundError: nothing is committed there; says what is.
     """
+    raw = _stored_manifest(storage)
+    while True:
+        try:
+            check_files(storage, parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}"))
+        except CorruptError:
+            # It may have been replaced while its files were looked for: then they are not missing.
+            if (again := _stored_manifest(storage)) == raw:
+                raise
+            raw = again
+        else:
+            return raw
+
+
+def _stored_manifest(storage: Storage) -> bytes:
     try:
-        raw = read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        return read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except StorageError as err:
         if err.errno != errno.ENOENT:
             # It may well be there: "cannot be read" is not "does not exist".
@@ -173,8 +187,6 @@ def found_manifest(storage: Storage) -> bytes:
         there = sum(1 for _ in storage.list(""))
         found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
         raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
-    check_files(storage, parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}"))
-    return raw
 
 
 def load_step(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keepstep.cli.words import age_s, age_words, metric_words, safe, size_words
-from keepstep.commit.catalog import Found, check_files, read_catalog, read_manifest, step_storage
+from keepstep.commit.catalog import MOST_LOOKS, Catalog, Found, check_files, read_catalog, read_manifest, step_storage
 from keepstep.commit.pins import pinned_steps
 from keepstep.commit.publish import LATEST_NAME
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError
@@ -55,8 +55,20 @@ class Listing:
 
 
 def read_listing(root: Storage) -> Listing:
-    """Looks at every step once: its manifest and the sizes of its files, not their contents."""
+    """Looks at every step once: its manifest and the sizes of its files, not their contents.
+
+    Again where something is missing and steps have come or gone meanwhile: what a save or retention is at is no damage.
+    """
     catalog = read_catalog(root)
+    for _ in range(MOST_LOOKS):
+        listing = _look(root, catalog)
+        before = catalog
+        if all(line.status != "damaged" for line in listing.steps) or (catalog := read_catalog(root)) == before:
+            break
+    return listing
+
+
+def _look(root: Storage, catalog: Catalog) -> Listing:
     lines: list[StepLine] = []
     pinned = pinned_steps(root)
     for found in catalog.steps:

@@ -25,9 +25,19 @@ from keepstep.format.manifest import (
 )
 from keepstep.storage.base import Storage, Subfolder, read_blob
 
-__all__ = ["MAX_MANIFEST_BYTES", "Catalog", "Found", "check_files", "read_catalog", "read_manifest", "step_storage"]
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "MOST_LOOKS",
+    "Catalog",
+    "Found",
+    "check_files",
+    "read_catalog",
+    "read_manifest",
+    "step_storage",
+]
 
 MAX_MANIFEST_BYTES = 1 << 30
+MOST_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,25 @@ def step_storage(root: Storage, step: int) -> Storage:
 def read_catalog(root: Storage) -> Catalog:
     """Looks at every folder that has exactly a step's name; nothing is changed.
 
-    One short read a step. The manifest of the newest one is read whole, and proves itself.
+    One short read a step. The manifest of the newest one is read whole, and proves itself. Where a manifest is missing or
+    damaged, all is looked at once more, until two looks agree: a step may have gone between two reads because a newer one had
+    come, which is not to be overlooked.
     """
+    catalog, sure = _look(root)
+    for _ in range(MOST_LOOKS):
+        before = catalog
+        if sure:
+            break
+        catalog, sure = _look(root)
+        if catalog == before:
+            break
+    return catalog
+
+
+def _look(root: Storage) -> tuple[Catalog, bool]:
+    """What one look finds, and whether it found a good manifest in every folder."""
     steps = []
+    sure = True
     unfinished = []
     folders = sorted(root.folders())
     notes = read_notes(root) if QUARANTINE in folders else ()
@@ -102,6 +128,7 @@ def read_catalog(root: Storage) -> Catalog:
             steps.append(Found(step, damage=str(err)))
             continue
         if head is None:
+            sure = False
             # Empty folders are what is left of an attempt that was cleaned up.
             if name not in aside and [*root.list(name)]:
                 unfinished.append(name)
@@ -114,7 +141,8 @@ def read_catalog(root: Storage) -> Catalog:
     # as newer than that, so that it is not passed over in silence.
     incarnation, newest = max((found.order for found in steps if not found.damage), default=(0, 0))
     steps = [replace(f, incarnation=incarnation) if f.damage and f.step > newest else f for f in steps]
-    return Catalog(tuple(sorted(steps, key=lambda found: found.order, reverse=True)), tuple(unfinished), notes)
+    sure = sure and not any(found.damage for found in steps)
+    return Catalog(tuple(sorted(steps, key=lambda found: found.order, reverse=True)), tuple(unfinished), notes), sure
 
 
 def read_manifest(storage: Storage) -> Manifest:
