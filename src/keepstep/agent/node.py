@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from keepstep.errors import AgentError, RunOwnedError
+from keepstep.storage.local import make_folders
 
 __all__ = ["Owner", "agent_log", "agent_names", "listener_at", "lock", "runtime_folder", "socket_path"]
 
@@ -74,7 +75,8 @@ def agent_log(root: str, *, make: bool = True) -> Path:
     folder = Path(root)
     with contextlib.suppress(OSError):
         if make:
-            folder.mkdir(parents=True, exist_ok=True)
+            # The run will lie in it: it must not go with the power, although nobody waits for a log.
+            make_folders(folder)
         if os.access(folder, os.W_OK):
             return folder / f"agent.{platform.node()}.log"
     return runtime_folder() / f"{_mark(root)}.log"

@@ -20,6 +20,7 @@ from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_a
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.places import folder_at, is_step, root_at, step_at
+from keepstep.cli.pruning import pin, prune_steps, unpin
 from keepstep.cli.showing import print_step, read_step
 from keepstep.cli.stats import print_stats, read_stats
 from keepstep.cli.verifying import print_result, verify_root, verify_step
@@ -49,7 +50,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     name="keepstep",
-    help="Lists, shows and verifies the checkpoints of training runs, and drills training scripts. Changes no run.",
+    help="Lists, shows, verifies and prunes the checkpoints of training runs, and drills training scripts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -148,6 +149,9 @@ def show_stats(
 
 
 app.command("drill")(drill_script)
+app.command("prune")(prune_steps)
+app.command("pin")(pin)
+app.command("unpin")(unpin)
 
 
 @agent.command("status")

@@ -44,7 +44,7 @@ class LocalStorage(Storage):
         path = self._path(name)
         for left in reversed(range(TRIES)):
             try:
-                self._make_lasting(path.parent)
+                make_folders(path.parent, self._lasting)
                 return _LocalUpload(path, size_hint_bytes)
             except FileNotFoundError as err:
                 # Whoever removes an old step drops folders that are empty, as this one was a moment ago.
@@ -86,7 +86,7 @@ class LocalStorage(Storage):
         """At the end of the file; a line before it that a crash or a full disk has cut off stays a line of its own."""
         path = self._path(name)
         try:
-            self._make_lasting(path.parent)
+            make_folders(path.parent, self._lasting)
             descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
                 size = os.fstat(descriptor).st_size
@@ -157,11 +157,6 @@ class LocalStorage(Storage):
             raise StorageError("measure", ".", err) from err
         return found.f_bavail * found.f_frsize
 
-    def _make_lasting(self, folder: Path) -> None:
-        if folder not in self._lasting or not folder.is_dir():
-            make_folders(folder)
-            self._lasting.add(folder)
-
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name)
         # A link out of the root is not followed: names come from manifests, and manifests from anywhere. Nor is it
@@ -227,13 +222,18 @@ class _LocalUpload(Upload):
             raise StorageError("commit", self._final.name, err) from err
 
     def close(self) -> None:
-        """Closes the files and removes the partial one, which is gone already when it was committed."""
-        if self._buffered >= 0:
-            for descriptor in (self._direct, self._buffered):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            self._direct = self._buffered = -1
-            self._partial.unlink(missing_ok=True)
+        """Closes the files and removes the partial one, which is gone already when it was committed.
+
+        What cannot be removed only takes space, until the next start; and what was committed was fsynced before.
+        """
+        descriptors = [each for each in (self._direct, self._buffered) if each >= 0]
+        self._direct = self._buffered = -1
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        if descriptors:
+            with contextlib.suppress(OSError):
+                self._partial.unlink(missing_ok=True)
 
 
 class _LocalBlob(Blob):
@@ -241,10 +241,13 @@ class _LocalBlob(Blob):
         self._name = name
         # Without O_NONBLOCK the open of a pipe would wait for somebody to write to it.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        try:
+            found = os.fstat(self._descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+        except OSError:
             self.close()
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise
         self.size_bytes = found.st_size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -291,33 +294,33 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {size_bytes:,} bytes")
 
 
-def make_folders(folder: Path) -> None:
+def make_folders(folder: Path, lasting: set[Path] | None = None) -> None:
     """Makes the folder and what is missing above it; the entry of each is durable in its parent on return.
+
+    ``lasting`` are folders of which that is known, if they are there; this one is added.
 
     Raises:
         OSError: a folder cannot be made or synced, or a file stands in its place.
     """
-    missing = []
+    wanted, missing = folder, []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
     # That it is there does not say that it stays: whoever made it may have been killed before it was synced. Those above
     # it stay, since nobody puts a folder into one that may go.
-    _sync_entry(folder)
+    if lasting is None or folder not in lasting:
+        # (A mount point is in no folder of its own file system; whoever may not open a folder has made nothing in it.)
+        with contextlib.suppress(PermissionError):
+            if folder.stat().st_dev == folder.parent.stat().st_dev:
+                _sync_folder(folder.parent)
     for path in reversed(missing):
         try:
             path.mkdir(exist_ok=True)
         except FileExistsError as err:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
         _sync_folder(path.parent)
-
-
-def _sync_entry(folder: Path) -> None:
-    """Makes it durable that this folder, which is there, is in its parent."""
-    # A mount point is in no folder of its own file system; and whoever may not open a folder has made nothing in it.
-    with contextlib.suppress(PermissionError):
-        if folder.stat().st_dev == folder.parent.stat().st_dev:
-            _sync_folder(folder.parent)
+    if lasting is not None:
+        lasting.update((wanted, folder))
 
 
 def _sync_folder(folder: Path) -> None:
