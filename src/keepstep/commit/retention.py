@@ -229,9 +229,11 @@ def sweep_leftovers(root: Storage, catalog: Catalog, incarnation: int) -> None:
     """Removes what killed attempts left: steps never committed, strays beside committed ones, half-written records.
 
     Call only after taking ``incarnation``, a new one, which fences whoever wrote them. What a start after that one writes is
-    not touched: once there is one, this does nothing. Damaged steps stay as they are. On return what
-    the catalog says is durable, too: an older start may have been killed between a manifest and its fsync.
+    not touched: once there is one, this does nothing. Damaged steps stay as they are. On return what the catalog says is
+    durable, too: an older start may have been killed between a manifest and its fsync.
     """
+    if is_overtaken(root, incarnation):
+        return
     committed = {step_name(found.step): found for found in catalog.steps if not found.damage}
     # Ahead of everything else: after a loss of power a manifest that was replaced or removed could be back, its data not.
     root.delete([f"{folder}/{_NOTHING}" for folder in root.folders() if parse_step_name(folder) is not None])

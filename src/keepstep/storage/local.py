@@ -104,13 +104,14 @@ class LocalStorage(Storage):
         pending = [self._path(f"{prefix}/x").parent if prefix else self.root]
         while pending:
             try:
-                for item in os.scandir(pending.pop()):
-                    if item.is_dir(follow_symlinks=False):
-                        pending.append(Path(item.path))
-                        continue
-                    with contextlib.suppress(FileNotFoundError):
-                        size = item.stat(follow_symlinks=False).st_size
-                        yield Path(item.path).relative_to(self.root).as_posix(), size
+                with os.scandir(pending.pop()) as items:
+                    for item in items:
+                        if item.is_dir(follow_symlinks=False):
+                            pending.append(Path(item.path))
+                            continue
+                        with contextlib.suppress(FileNotFoundError):
+                            size = item.stat(follow_symlinks=False).st_size
+                            yield Path(item.path).relative_to(self.root).as_posix(), size
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as err:
@@ -119,7 +120,8 @@ class LocalStorage(Storage):
     def folders(self) -> Sequence[str]:
         """Folders directly below the root; links are not followed."""
         try:
-            return [item.name for item in os.scandir(self.root) if item.is_dir(follow_symlinks=False)]
+            with os.scandir(self.root) as items:
+                return [item.name for item in items if item.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
         except OSError as err:
@@ -297,12 +299,12 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 def make_folders(folder: Path, lasting: set[Path] | None = None) -> None:
     """Makes the folder and what is missing above it; the entry of each is durable in its parent on return.
 
-    ``lasting`` are folders of which that is known, if they are there; this one is added.
+    ``lasting`` are folders of which that is known, if they are there; those found and made here are added.
 
     Raises:
         OSError: a folder cannot be made or synced, or a file stands in its place.
     """
-    wanted, missing = folder, []
+    missing = []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
@@ -320,7 +322,7 @@ def make_folders(folder: Path, lasting: set[Path] | None = None) -> None:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
         _sync_folder(path.parent)
     if lasting is not None:
-        lasting.update((wanted, folder))
+        lasting.update((folder, *missing))
 
 
 def _sync_folder(folder: Path) -> None:
