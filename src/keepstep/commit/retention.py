@@ -54,8 +54,8 @@ class Keep:
         mode: ``"min"`` or ``"max"``.
         every_s: the oldest step, and from there always the next that was made at least this many seconds after the last
             one that this rule keeps.
-        weights_only_after: only so many of the newest steps keep the files of their optimizers; older ones that stay lose
-            them. They can be loaded, but ``restore`` passes them over unless it is asked for one of them.
+        weights_only_after: of the steps that stay, only so many of the newest keep the files of their optimizers; older ones
+            lose them. They can be loaded, but ``restore`` passes them over unless it is asked for one of them.
         min_free_bytes: while the storage has less space than this after a save, the oldest step goes, whichever rule
             wants it.
     """
@@ -121,9 +121,8 @@ def judge(
     # (Where every step has lost its optimizer, the newest of them is the best there is.)
     newest = next((found.step for found in mine if not found.dropped), mine[0].step if mine else -1)
     wanted = _wanted(mine, keep)
-    whole = mine if keep.weights_only_after is None else mine[: keep.weights_only_after]
-    complete = {found.step for found in whole}
     fates = []
+    staying = 0
     for found in catalog.steps:
         held = [
             why
@@ -137,8 +136,9 @@ def judge(
             if holds
         ]
         reasons = tuple(wanted.get(found.step, ())) if not found.damage and found.run == run else ()
-        strip = bool(reasons) and not held and not found.dropped and found.step not in complete
-        fates.append(Fate(found, tuple(held), reasons, strip))
+        staying += found in mine and bool(held or reasons)
+        late = keep.weights_only_after is not None and staying > keep.weights_only_after
+        fates.append(Fate(found, tuple(held), reasons, late and bool(reasons) and not held and not found.dropped))
     return tuple(fates)
 
 
