@@ -367,6 +367,11 @@ def test_batches_of_another_size_must_follow_the_same_order():
     found = worlds(on(2, batch=12), longer)
     assert found.equal
     assert any("another number of samples" in note for note in found.notes)
+    # An epoch of smaller batches has more steps.
+    shorter = trace(
+        run(*(Stepped(step=n, samples=tuple(range(6 * n + 6, 6 * n + 12)), loss="0x1p+0") for n in range(1, 13)))
+    )
+    assert worlds(on(2, batch=12), shorter).equal
     assert found.worst is None
     wrong = trace(run(*(Stepped(step=n, samples=tuple(range(18 * n, 18 * n + 18)), loss="0x1p+0") for n in (1, 2, 3))))
     assert worlds(on(2, batch=12), wrong).first.what == "samples"

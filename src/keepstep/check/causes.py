@@ -12,6 +12,7 @@ __all__ = ["Evidence", "explain"]
 Place = tuple[int, int]
 
 _NAMES = {"model": "parameters or buffers", "optimizer": "the optimizer's state", "scaler": "the loss scaler"}
+_AHEAD = " A batch that is fetched ahead of the step it is for belongs into the state as well."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def _data(seen: Evidence) -> list[str]:
             f"This is what the reference was given at step {there}: the data's position is {abs(off)}"
             f" {'step' if abs(off) == 1 else 'steps'} too {'far' if off > 0 else 'early'}. Give a sampler or loader of"
             " keepstep.data to TrainState(data=...); what was prefetched is not what was consumed."
+            + (_AHEAD if off > 0 else "")
         )
     elif seen.wanted and seen.found and seen.wanted.samples and seen.found.samples:
         if sorted(seen.wanted.samples) == sorted(seen.found.samples):
@@ -83,8 +85,7 @@ def _data(seen: Evidence) -> list[str]:
             )
     else:
         causes.append(
-            "The data's position or order: give a sampler or loader of keepstep.data to TrainState(data=...). A batch that"
-            " is fetched ahead of the step it is for belongs into the state as well."
+            f"The data's position or order: give a sampler or loader of keepstep.data to TrainState(data=...).{_AHEAD}"
         )
     if _random(seen.before):
         causes.append(
@@ -169,8 +170,9 @@ def _drawn(seen: Evidence) -> list[str]:
         return []
     return [
         f"{_listed(names)} stood as in the reference before this step, and elsewhere after it: this run draws more numbers,"
-        " or fewer. What does an uninterrupted run draw only once, when it starts? A first batch, an order, the first loop"
-        " over a DataLoader: without a `generator=` of its own it draws from torch's stream, also for an evaluation."
+        " or fewer. Is something drawn whenever the script starts (a first batch, an order, the first loop over a DataLoader"
+        " without a `generator=` of its own), or behind a boundary where a resumed run does not come by? An evaluation at"
+        " the end of an epoch belongs before the last `ckpt.step()` of that epoch."
     ]
 
 

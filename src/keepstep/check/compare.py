@@ -19,6 +19,7 @@ __all__ = ["Comparison", "Difference", "Lost", "compare"]
 SHOWN = 60
 _RELEVANCE = ("model", "optimizer", "scheduler", "scaler", "data")
 _RANDOM = "rng/"
+_OTHER_SIZE = "a step has another number of samples on these ranks: their order was compared, losses were not"
 Place = tuple[int, int]
 
 
@@ -250,7 +251,10 @@ def _compare_worlds(reference: Trace, other: Trace, tolerance: float) -> Compari
     for number, start in enumerate(other.starts(), 1):
         wholes = _wholes(list(start.values()))
         steps += len(wholes)
-        differences = [*_missing(known, wholes, number), *_samples(known, wholes, number, notes)]
+        differences = [*_samples(known, wholes, number, notes)]
+        if _OTHER_SIZE not in notes:
+            # With other batches an epoch has another number of steps.
+            differences += _missing(known, wholes, number)
         judged = _judged(known, sorted(wholes.keys() & known.keys()), notes)
         for lost in _losses(known, wholes, notes):
             if worst is None or lost.apart > worst.apart:
@@ -331,7 +335,7 @@ def _samples(
     if 2 * sum(alike) >= len(alike):
         # A step with another number is one that lacks some, or has too many.
         return [_unequal(step, start, a, b) for step, a, b in complete if a != b]
-    notes["a step has another number of samples on these ranks: their order was compared, losses were not"] = None
+    notes[_OTHER_SIZE] = None
     seen: Counter[int] = Counter()
     for step, _, mine in complete:
         seen += mine
