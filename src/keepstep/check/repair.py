@@ -102,7 +102,7 @@ def repair_alone(storage: Storage, wish: Wish) -> Iterator[Action]:
     """
     raw, wrong = _manifest_there(storage)
     if wrong or raw is None:
-        yield from _rebuilt(storage, MANIFEST_NAME, raw, _Evidence(raw or b""), wish)
+        yield from _rebuilt(storage, MANIFEST_NAME, raw, _Evidence(raw), wish)
 
 
 def undo(root: Storage, step: int) -> Action:
@@ -114,16 +114,16 @@ def undo(root: Storage, step: int) -> Action:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What is known of commits in one folder, whatever is left in it. ``raw`` is a damaged manifest; empty for none."""
+    """What is known of commits in one folder, whatever is left in it. ``raw`` is a damaged manifest; None for none."""
 
-    raw: bytes
+    raw: bytes | None
     saves: frozenset[str] = frozenset()
     digests: frozenset[str] = frozenset()
     parents: frozenset[tuple[str, int]] = frozenset()
     failed: frozenset[str] = frozenset()
 
-    def of(self, rebuilt: Rebuilt) -> str:
-        """Why this attempt is known to have been committed; empty when nothing says so."""
+    def of(self, rebuilt: Rebuilt, *, alone: bool) -> str:
+        """Why this attempt is known to have been committed; empty when nothing says so. ``alone``: there is no other."""
         manifest = rebuilt.manifest
         if manifest is None:
             return ""
@@ -135,10 +135,12 @@ class _Evidence:
             return "the hint names this very manifest"
         if (manifest.lineage.run, manifest.lineage.incarnation) in self.parents:
             return "a later start of the run was restored from it"
+        if self.raw is not None and alone:
+            return "there was a manifest, and no other attempt has files there"
         return ""
 
 
-def _evidence(root: Storage, step: int, catalog: Catalog, raw: bytes) -> _Evidence:
+def _evidence(root: Storage, step: int, catalog: Catalog, raw: bytes | None) -> _Evidence:
     records = [one for one in read_records(root) if one.step == step]
     saves = {one.save_id for one in records if one.outcome == "committed"}
     failed = {one.save_id for one in records} - saves
@@ -188,23 +190,25 @@ def _manifest(root: Storage, step: int, catalog: Catalog, wish: Wish) -> Iterato
         return
     if raw is not None and not wrong:
         text = f"its manifest is good, but {next(one.damage for one in catalog.steps if one.step == step)}"
-        yield Action("manifest", f"{step_name(step)}/{MANIFEST_NAME}", "left", text)
+        unable = "none" if wish.quarantine else "left"
+        yield Action("manifest", f"{step_name(step)}/{MANIFEST_NAME}", unable, text)
         return
     target = f"{step_name(step)}/{MANIFEST_NAME}"
-    yield from _rebuilt(storage, target, raw, _evidence(root, step, catalog, raw or b""), wish, step)
+    yield from _rebuilt(storage, target, raw, _evidence(root, step, catalog, raw), wish, step)
 
 
 def _rebuilt(
     storage: Storage, target: str, raw: bytes | None, evidence: _Evidence, wish: Wish, step: int | None = None
 ) -> Iterator[Action]:
     """Makes a manifest again if the files of an attempt prove it, and something says that it was committed."""
-    unable = "none" if raw is None else "left"
+    # (What can be put aside is dealt with after this.)
+    unable = "none" if raw is None or wish.quarantine else "left"
     tried = [rebuild(storage, save_id, names) for save_id, names in sorted(attempts_in(storage).items())]
     whole = [one for one in tried if one.manifest is not None and step in (None, one.manifest.step)]
     if not whole:
-        yield Action("manifest", target, unable, _why_not(tried, committed=raw is not None))
+        yield Action("manifest", target, unable, _why_not(tried, committed=raw is not None, aside=wish.quarantine))
         return
-    known = [(one, why) for one in whole if (why := evidence.of(one))]
+    known = [(one, why) for one in whole if (why := evidence.of(one, alone=len(tried) == 1))]
     if not known and not wish.uncommitted:
         failed = any(one.save_id in evidence.failed for one in whole)
         says = "saves.jsonl says that it failed" if failed else "nothing says that it was committed"
@@ -231,12 +235,13 @@ def _age(manifest: Manifest | None) -> tuple[int, str]:
     return (manifest.lineage.incarnation, manifest.created) if manifest is not None else (-1, "")
 
 
-def _why_not(tried: Sequence[Rebuilt], *, committed: bool) -> str:
+def _why_not(tried: Sequence[Rebuilt], *, committed: bool, aside: bool) -> str:
     reasons = [f"attempt {one.save_id}: {_told(one.problems)}" for one in tried if one.problems]
     reasons += [f"attempt {one.save_id} is of another step" for one in tried if one.manifest is not None]
     found = "; ".join(reasons[:SHOWN]) or "no shard files are there"
     if committed:
-        return f"the manifest is damaged and cannot be made again ({found}); --quarantine puts the step aside"
+        advice = "" if aside else "; --quarantine puts the step aside"
+        return f"the manifest is damaged and cannot be made again ({found}){advice}"
     return f"no manifest, and none can be made ({found}): not a step. `keepstep gc` removes what dead attempts left"
 
 

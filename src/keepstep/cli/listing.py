@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from keepstep.check.scrub import Scrubbed, read_scrubbed
 from keepstep.cli.words import age_s, age_words, metric_words, safe, size_words
 from keepstep.commit.catalog import MOST_LOOKS, Catalog, Found, check_files, read_catalog, read_manifest, step_storage
 from keepstep.commit.pins import pinned_steps
@@ -23,7 +24,11 @@ HINT_LIMIT_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One folder of a step. ``status`` is committed, damaged or unfinished; the fields are those of the JSON output."""
+    """One folder of a step; the fields are those of the JSON output.
+
+    ``status`` is committed, damaged, unfinished or aside (damaged, and put aside). ``scrubbed`` is when it was last read
+    whole by a scrub.
+    """
 
     step: int
     name: str
@@ -40,6 +45,7 @@ class StepLine:
     damage: str | None = None
     dropped: tuple[str, ...] = ()
     pinned: bool = False
+    scrubbed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,18 @@ def read_listing(root: Storage) -> Listing:
 
 def _look(root: Storage, catalog: Catalog) -> Listing:
     lines: list[StepLine] = []
-    pinned = pinned_steps(root)
+    pinned, scrubbed = pinned_steps(root), read_scrubbed(root)
     for found in catalog.steps:
-        line = _line(root, found)
+        line = _marked(_line(root, found), found, scrubbed)
         newest = line.status == "committed" and not line.dropped and not any(other.latest for other in lines)
         lines.append(replace(line, latest=newest, pinned=found.step in pinned))
     for name in reversed(catalog.unfinished):
         sizes = [size for _, size in root.list(name)]
         lines.append(StepLine(parse_step_name(name) or 0, name, "unfinished", bytes=sum(sizes), files=len(sizes)))
+    lines.extend(
+        StepLine(note.step, step_name(note.step), "aside", damage="; ".join(note.problems))
+        for note in reversed(catalog.aside)
+    )
     return Listing(root.url, _hint(root), tuple(lines))
 
 
@@ -108,7 +118,8 @@ def print_listing(listing: Listing, console: Console) -> None:
     console.print(table)
     for line in listing.steps:
         if line.damage is not None:
-            console.print(f"\nstep {line.step} is damaged: {safe(line.damage)}", soft_wrap=True)
+            what = "was put aside" if line.status == "aside" else "is damaged"
+            console.print(f"\nstep {line.step} {what}: {safe(line.damage)}", soft_wrap=True)
     newest = next((line.step for line in listing.steps if line.latest), None)
     if newest is None:
         console.print("\nno step here can be restored", soft_wrap=True)
@@ -120,7 +131,18 @@ def _remark(line: StepLine) -> str:
     if line.status == "committed":
         notes = ["latest"] * line.latest + ["pinned"] * line.pinned
         return ", ".join([*notes, f"without {', '.join(line.dropped)}"] if line.dropped else notes)
-    return "never committed" if line.status == "unfinished" else "damaged"
+    return {"unfinished": "never committed", "aside": "put aside"}.get(line.status, "damaged")
+
+
+def _marked(line: StepLine, found: Found, scrubbed: dict[str, Scrubbed]) -> StepLine:
+    """The line with what the last scrub found: of a step that is there in full it may know more."""
+    last = scrubbed.get(line.name)
+    if last is None or last.save_id != found.save_id:
+        return line
+    line = replace(line, scrubbed=last.at)
+    if last.ok or line.status != "committed":
+        return line
+    return replace(line, status="damaged", damage=f"found by a scrub at {last.at}: {'; '.join(last.problems)}")
 
 
 def _line(root: Storage, found: Found) -> StepLine:

@@ -17,10 +17,13 @@ from typer.core import TyperGroup
 
 import keepstep
 from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_agents
+from keepstep.cli.collecting import collect_garbage
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.places import folder_at, is_step, root_at, step_at
 from keepstep.cli.pruning import pin, prune_steps, unpin
+from keepstep.cli.repairing import repair_run
+from keepstep.cli.scrubbing import scrub_run
 from keepstep.cli.showing import print_step, read_step
 from keepstep.cli.stats import print_stats, read_stats
 from keepstep.cli.verifying import print_result, verify_root, verify_step
@@ -150,6 +153,9 @@ def show_stats(
 
 app.command("drill")(drill_script)
 app.command("prune")(prune_steps)
+app.command("repair")(repair_run)
+app.command("gc")(collect_garbage)
+app.command("scrub")(scrub_run)
 app.command("pin")(pin)
 app.command("unpin")(unpin)
 

@@ -16,17 +16,18 @@ import msgspec
 from keepstep.commit.aside import QUARANTINE, set_aside
 from keepstep.commit.catalog import Catalog
 from keepstep.commit.pins import PINS
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, new_incarnation
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, new_incarnation, newest_incarnation
 from keepstep.commit.records import RECORDS_NAME
 from keepstep.commit.retention import strays
 from keepstep.errors import CorruptError, FormatError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
-from keepstep.storage.base import Storage, Subfolder
+from keepstep.storage.base import Storage, Subfolder, read_blob
 from keepstep.storage.local import PARTIAL
 
-__all__ = ["SCRUBBED_NAME", "Garbage", "fence", "find_garbage", "remove_garbage"]
+__all__ = ["SCRUBBED_NAME", "Garbage", "Start", "fence", "find_garbage", "newest_start", "remove_garbage"]
 
 SCRUBBED_NAME = "scrub.json"
+MAX_NOTE_BYTES = 1 << 16
 _NOTHING = ".nothing"
 _ATTEMPT = re.compile(r"/rank-\d{5,}\.([0-9a-f]{8,32})\.safetensors")
 _RECORDS = (LATEST_NAME, RUN_NAME, RECORDS_NAME, SCRUBBED_NAME)
@@ -78,13 +79,31 @@ def find_garbage(root: Storage, catalog: Catalog) -> tuple[Garbage, ...]:
     return tuple(found)
 
 
-def fence(root: Storage, who: str) -> int:
+class Start(msgspec.Struct, frozen=True):
+    """Who took an incarnation: the machine of a job's coordinator, or somebody who only wanted to ``fence``."""
+
+    host: str = ""
+    fence: bool = False
+
+
+def newest_start(root: Storage) -> Start | None:
+    """Who took the newest incarnation; None without any. Nothing is known of one whose note cannot be read."""
+    number = newest_incarnation(root)
+    if not number:
+        return None
+    try:
+        return msgspec.json.decode(read_blob(root, f"{INCARNATIONS}/{number:06d}", MAX_NOTE_BYTES), type=Start)
+    except (CorruptError, msgspec.MsgspecError, UnicodeDecodeError):
+        return Start()
+
+
+def fence(root: Storage, host: str) -> int:
     """Takes an incarnation: no start of the job before it can commit any more. Returns its number.
 
     Raises:
         StorageError: it could not be taken.
     """
-    return new_incarnation(root, msgspec.json.encode({"fence": who}) + b"\n")
+    return new_incarnation(root, msgspec.json.encode(Start(host, fence=True)) + b"\n")
 
 
 def remove_garbage(root: Storage, doomed: Iterable[Garbage]) -> Iterator[Garbage]:

@@ -1,0 +1,154 @@
+"""``keepstep gc``: removes what dead attempts have left, and never what a living one may need.
+
+Who may still be alive is known of this machine only. So it goes by who took the newest incarnation: where that was a job of
+this machine, which is not running any more, nothing older can commit, and what is left of it may go at once. Otherwise
+attempts may be alive on other machines, and only what is old enough goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from keepstep.agent.sole import sole_writer
+from keepstep.cli.places import root_at
+from keepstep.cli.words import age_words, plural, safe, size_words
+from keepstep.commit.catalog import read_catalog
+from keepstep.commit.garbage import Garbage, fence, find_garbage, newest_start, remove_garbage
+from keepstep.storage.local import LocalStorage
+
+__all__ = ["Collection", "GarbageLine", "collect", "collect_garbage"]
+
+OLDER_THAN_H = 24.0
+FRESH_S = 60.0
+"""Younger than that nothing goes: a save outside of any run, by a process of its own, is known to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageLine:
+    """One attempt, or half-written record. ``why`` says why it stays; empty for one that goes."""
+
+    kind: str
+    folder: str
+    attempt: str
+    files: int
+    bytes: int
+    age_s: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What is there before, and after; the fields are those of the JSON output. ``fence`` is the incarnation taken, if any.
+
+    With ``dry_run`` nothing was changed, and what is after is what would be.
+    """
+
+    root: str
+    dry_run: bool
+    steps: int
+    removed: tuple[GarbageLine, ...]
+    kept: tuple[GarbageLine, ...]
+    bytes_before: int
+    bytes_after: int
+    fence: int | None
+
+
+def collect_garbage(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    older_than: Annotated[
+        float,
+        typer.Option(
+            "--older-than", metavar="HOURS", min=0.0, help="What other machines may be writing goes when it is older."
+        ),
+    ] = OLDER_THAN_H,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")] = False,
+) -> None:
+    """Remove files of dead attempts: steps that were never committed, strays beside committed ones, half-written records.
+
+    Committed steps stay, damaged ones and those put aside too. Refuses while a job on this machine saves there.
+    """
+    collection = collect(root_at(root), older_than * 3600, dry_run=dry_run)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(collection), indent=2).decode())
+    else:
+        _print_collection(collection, Console(markup=False, highlight=False, emoji=False))
+
+
+def collect(root: LocalStorage, older_than_s: float, *, dry_run: bool) -> Collection:
+    """Looks, fences, and removes; with ``dry_run`` only looks. Killed at any point, it is finished by the next call.
+
+    Raises:
+        RunOwnedError: a job on this machine saves there; nothing was changed.
+        StorageError: something could not be removed; what is committed is untouched.
+    """
+    with contextlib.nullcontext() if dry_run else sole_writer(root.url):
+        catalog = read_catalog(root)
+        found = find_garbage(root, catalog)
+        start = newest_start(root)
+        settled = start is not None and (start.fence or start.host == platform.node())
+        limit_s = min(FRESH_S, older_than_s) if settled else older_than_s
+        ages = {one: _age_s(root, one.names) for one in found}
+        doomed = [one for one in found if ages[one] >= limit_s]
+        # Whoever wakes up after its files are gone must not commit. But where a job may be alive elsewhere, a new
+        # incarnation would end its saves: there the age has to do, which is far beyond the deadline of any save.
+        asleep = settled or _age_s(root, [name for name, _ in root.list("")]) >= older_than_s
+        taken = None
+        if doomed and asleep and not dry_run and start is not None and not start.fence:
+            taken = fence(root, platform.node())
+        gone = set(doomed) if dry_run else set(remove_garbage(root, doomed))
+        elsewhere = "a job on another machine may be writing it"
+        why = f"younger than {age_words(limit_s)}" + ("" if settled else f", and {elsewhere}")
+        lines = [_line(one, ages[one], "" if one in gone else why) for one in found]
+        before = sum(one.bytes for one in found)
+        return Collection(
+            root.url,
+            dry_run,
+            len(catalog.steps),
+            tuple(line for line in lines if not line.why),
+            tuple(line for line in lines if line.why),
+            before,
+            before - sum(one.bytes for one in gone),
+            taken,
+        )
+
+
+def _age_s(root: LocalStorage, names: Iterable[str]) -> float:
+    """Seconds since the newest of these files was changed; infinite without any."""
+    newest = float("-inf")
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, (root.root / name).lstat().st_mtime)
+    return time.time() - newest
+
+
+def _line(one: Garbage, age_s: float, why: str) -> GarbageLine:
+    return GarbageLine(one.kind, one.folder, one.attempt, len(one.names), one.bytes, age_s, why)
+
+
+def _print_collection(collection: Collection, console: Console) -> None:
+    found = len(collection.removed) + len(collection.kept)
+    before, after = size_words(collection.bytes_before), size_words(collection.bytes_after)
+    console.print(
+        f"before: {plural(collection.steps, 'step')}, and {before} of {plural(found, 'dead attempt')}", soft_wrap=True
+    )
+    verb = "would remove" if collection.dry_run else "removed"
+    for line in (*collection.removed, *collection.kept):
+        what = f"{line.folder} {line.kind}" + (f", attempt {line.attempt}" if line.attempt else "")
+        facts = f"{plural(line.files, 'file')}, {size_words(line.bytes)}, {age_words(line.age_s)} old"
+        said = f"kept: {line.why}" if line.why else verb
+        console.print(f"  {safe(what)} ({facts}): {said}", soft_wrap=True)
+    if collection.fence is not None:
+        text = f"took incarnation {collection.fence}: no start of the job before it can commit any more"
+        console.print(text, soft_wrap=True)
+    word = "after, if it were done" if collection.dry_run else "after"
+    console.print(f"{word}: {plural(collection.steps, 'step')}, and {after} of dead attempts", soft_wrap=True)
