@@ -138,6 +138,10 @@ def test_samples_of_another_step_say_how_far_the_position_is_off():
     assert "at step 4: the data's position is 1 step too early" in said(resumed(step(5, samples=step(4).samples)))
     assert "at step 8: the data's position is 3 steps too far" in said(resumed(step(5, samples=step(8).samples)))
     assert "at step 1: the data's position is 4 steps too early" in said(resumed(step(5, samples=step(1).samples)))
+    # An epoch like any other is begun anew: not one step ahead, though that is nearer.
+    again = trace(run(*(step(n, samples=(n % 4,)) for n in range(1, 9))))
+    text = said(trace(run(step(4, samples=(1,)), at=3)), again)
+    assert "at step 1: the data's position is 3 steps too early" in text
 
 
 def test_the_same_samples_in_another_order_and_others_altogether_are_told_apart():

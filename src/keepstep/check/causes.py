@@ -95,11 +95,14 @@ def _data(seen: Evidence) -> list[str]:
 
 
 def _same_elsewhere(seen: Evidence) -> int | None:
-    """The step, nearest to this one, at which the reference was given what was found here."""
+    """The step at which the reference was given what was found here: the nearest, of those before it if there are any.
+
+    Data that comes in one order again and again is rather begun anew than ahead.
+    """
     if seen.found is None:
         return None
     mine = seen.found.samples or seen.found.batch
-    near = sorted(seen.reference, key=lambda place: abs(place[0] - seen.place[0]))
+    near = sorted(seen.reference, key=lambda place: (place > seen.place, abs(place[0] - seen.place[0])))
     for place in near:
         step = seen.reference[place]
         if mine and place != seen.place and (step.samples or step.batch) == mine:
