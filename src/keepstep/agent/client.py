@@ -122,6 +122,7 @@ class AgentClient(Background):
         root: the run's folder; its agent is found again by every trainer of the run.
         rank: of this trainer.
         linger_s: how long an agent that has to be started stays when nobody needs it any more.
+        scrub_s: how often each step is to be read again while there is nothing to save; 0 for never.
 
     Raises:
         AgentError: it cannot be started or does not answer; says what its log says.
@@ -130,7 +131,7 @@ class AgentClient(Background):
     kind = "agent"
     _all: ClassVar[weakref.WeakSet[AgentClient]] = weakref.WeakSet()
 
-    def __init__(self, root: str, rank: int, linger_s: float) -> None:
+    def __init__(self, root: str, rank: int, linger_s: float, scrub_s: float = 0.0) -> None:
         self._root = root
         self._sending = threading.Lock()
         self._lock = threading.Lock()
@@ -143,7 +144,7 @@ class AgentClient(Background):
         self._owner = os.getpid()
         self._all.add(self)
         threading.Thread(target=self._listen, name="keepstep-agent", daemon=True).start()
-        report = self._ask(Hello(os.getpid(), rank), StatusReport)
+        report = self._ask(Hello(os.getpid(), rank, scrub_s), StatusReport)
         self.name, self._pid = report.name, report.pid
 
     @property

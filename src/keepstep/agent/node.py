@@ -8,6 +8,7 @@ same agent, and nobody else's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -25,9 +26,10 @@ from typing import ClassVar
 from keepstep.errors import AgentError, RunOwnedError
 from keepstep.storage.local import make_folders
 
-__all__ = ["Owner", "agent_log", "agent_names", "listener_at", "lock", "runtime_folder", "socket_path"]
+__all__ = ["Owner", "agent_log", "agent_names", "listener_at", "lock", "runtime_folder", "settle_in", "socket_path"]
 
 OWNER_PATIENCE_S = 10.0
+NICE = 5
 
 
 def runtime_folder() -> Path:
@@ -91,6 +93,17 @@ def lock() -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def settle_in() -> None:
+    """A name of its own among the processes, the cores of the whole machine, and the second place on each."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, b"keepstep-agent", 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        # Its trainer may be bound to a few cores; it serves all trainers of the machine.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
 
 
 class Owner:

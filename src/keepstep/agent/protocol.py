@@ -147,10 +147,11 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A trainer introduces itself."""
+    """A trainer introduces itself. ``scrub_s`` above 0: how often it wants each step of its root to be read again."""
 
     pid: int
     rank: int = 0
+    scrub_s: float = 0.0
 
 
 class NeedArena(msgspec.Struct, frozen=True, tag="arena"):

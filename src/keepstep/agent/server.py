@@ -7,7 +7,6 @@ trainer. It leaves by itself when no trainer is connected, nothing is left to do
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import logging.handlers
 import os
@@ -24,7 +23,7 @@ from functools import partial
 
 from keepstep.agent.board import Place, memory_bytes
 from keepstep.agent.hub import Hub
-from keepstep.agent.node import agent_log, lock, socket_path
+from keepstep.agent.node import agent_log, lock, settle_in, socket_path
 from keepstep.agent.protocol import (
     Abort,
     ArenaGiven,
@@ -46,6 +45,7 @@ from keepstep.agent.protocol import (
     recv_frame,
     send_frame,
 )
+from keepstep.agent.scrubber import Scrubber
 from keepstep.errors import AgentError, CheckpointError, StagingError, UsageError
 from keepstep.format.failure import failure_of
 from keepstep.format.shardfile import block_size
@@ -57,7 +57,6 @@ __all__ = ["Agent", "main"]
 
 LINGER_S = 60.0
 PAUSE_S = 0.2
-NICE = 5
 _log = logging.getLogger("keepstep")
 
 
@@ -94,6 +93,7 @@ class Agent:
         self._root = root
         self._linger_s = linger_s
         self._hub = Hub()
+        self._scrubber = Scrubber(root)
         self._trainers: list[_Trainer] = []
         self._spare: list[_SharedArena] = []
         self._lock = threading.Lock()
@@ -119,11 +119,13 @@ class Agent:
             with self._lock:
                 if self._trainers or self._hub.open_parts():
                     self._last_seen = time.monotonic()
+            self._scrubber.look(idle=not self._hub.open_parts())
             if time.monotonic() - self._last_seen > self._linger_s and self._may_leave():
                 break
         else:
             # Only here: where it was removed already, another agent's socket may be in its place by now.
             self._path.unlink(missing_ok=True)
+        self._scrubber.close()
         _log.info("leaving: %d saves committed, %d failed", self._hub.board.committed, self._hub.board.failed)
 
     def _may_leave(self) -> bool:
@@ -187,6 +189,7 @@ class Agent:
                     with self._lock:
                         self._trainers.append(trainer)
                     self._hub.enter(id(trainer))
+                    self._scrubber.ask(body.scrub_s)
                 return self._report()
             case NeedArena():
                 self._later(trainer, request.number, partial(self._give_arena, trainer, body))
@@ -357,7 +360,7 @@ def main(arguments: list[str]) -> None:
     for name in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         # What is meant for the job is not meant for whoever has to finish its last save.
         signal.signal(name, signal.SIG_IGN)
-    _settle_in()
+    settle_in()
     handler = logging.handlers.RotatingFileHandler(agent_log(root), maxBytes=1 << 20, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
@@ -379,17 +382,6 @@ def main(arguments: list[str]) -> None:
             logging.shutdown()
     # Threads that a storage never returns to would otherwise keep the process alive.
     os._exit(0)
-
-
-def _settle_in() -> None:
-    """A name of its own among the processes, the cores of the whole machine, and the second place on each."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(15, b"keepstep-agent", 0, 0, 0)
-    with contextlib.suppress(OSError, AttributeError):
-        # Its trainer may be bound to a few cores; it serves all trainers of the machine.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from keepstep.agent.client import AgentClient, Background
 from keepstep.agent.inside import InProcess
 from keepstep.agent.protocol import Join
 from keepstep.checkpointer.agree import Attempt, KnownPlan, agree
+from keepstep.checkpointer.every import Every
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.slots import ArenaSlot
@@ -61,7 +62,13 @@ class Manner:
     memory_budget_bytes: int | None = None
     tolerate_failures: int = 3
     check_staging: bool = False
+    scrub: Every | None = None
     linger_s: float = 60.0
+
+    @property
+    def scrub_s(self) -> float:
+        """How often the agent is to have each step read again, in seconds; 0 for never."""
+        return 0.0 if self.scrub is None or self.scrub.seconds is None else self.scrub.seconds
 
     def check(self) -> None:
         """Refuses what means nothing. Within a phase, so that a rank where it fails tells the others.
@@ -84,6 +91,10 @@ class Manner:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 wrong.append(f"{name}={value!r}: it is not negative")
+        if self.scrub is not None and (self.scrub.seconds is None or self.scrub.steps is not None):
+            wrong.append(f"scrub={self.scrub!r}: it goes by seconds alone")
+        elif self.scrub is not None and self.background not in ("agent", None):
+            wrong.append(f"scrub={self.scrub!r}: it needs an agent, not background={self.background!r}")
         if wrong:
             raise UsageError("; ".join(wrong))
 
@@ -312,7 +323,9 @@ class BackgroundSaves(Closing):
             return
         if asked != "thread" and local and sys.platform == "linux":
             try:
-                self._at_work = AgentClient(self._root.url, self._ranks.rank, self._manner.linger_s)
+                self._at_work = AgentClient(
+                    self._root.url, self._ranks.rank, self._manner.linger_s, self._manner.scrub_s
+                )
             except (AgentError, OSError) as err:
                 if asked == "agent":
                     self._failed_to_start = err if isinstance(err, AgentError) else AgentError(str(err))

@@ -62,8 +62,8 @@ class Checkpointer(Closing):
         check_staging: proves for each late tensor that nothing changed it while it was copied, by digests before and after.
             For finding faults: it reads everything twice on the training thread.
         preempt: what to do when the job is asked to stop; None leaves signals alone.
-        trace: whether every rank writes what it did at every step to the folder ``trace`` of the root, with digests of the
-            whole state: for comparing runs, not for every day.
+        trace: whether every rank writes what it did to the folder ``trace``, with digests of the state: to compare runs.
+        scrub: how often the agent reads old steps again while it has no save in hand, in seconds; None for never.
 
     Raises:
         UsageError: ``state`` is not a TrainState, the root is a file, or options that mean nothing.
@@ -90,6 +90,7 @@ class Checkpointer(Closing):
         check_staging: bool = False,
         preempt: Preempt | None = None,
         trace: bool = False,
+        scrub: Every | None = None,
     ) -> None:
         self._ranks = Ranks.current()
         self._drill = drill_orders()
@@ -104,16 +105,16 @@ class Checkpointer(Closing):
         self._known: KnownPlan | None = None
         self._metrics: dict[str, Any] = {}
         self._tolerated = tolerate_failures
-        manner = Manner(staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging)
+        manner = Manner(
+            staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging, scrub
+        )
         with contextlib.ExitStack() as held:
-            started = start_job(
-                self._ranks, Wish(root, state, manner, trace, self._drill, deadline_s, self._keep), held
-            )
+            wish = Wish(root, state, manner, trace, self._drill, deadline_s, self._keep)
+            started = start_job(self._ranks, wish, held)
             self._root, self._saves, self._arena = started.root, started.saves, started.arena
             self._course = Course(started.lineage, overwrite=overwrite)
             self._boundaries = held.enter_context(Boundaries(state))
-            tracing = Tracing(started.trace, self._ranks, state, started.lineage.incarnation)
-            self._tracing = held.enter_context(tracing)
+            self._tracing = held.enter_context(Tracing(started.trace, self._ranks, state, started.lineage.incarnation))
             self._watch: StopWatch | None = None
             if preempt is not None:
                 start = f"{started.lineage.run}/{started.lineage.incarnation}"
