@@ -130,8 +130,10 @@ class Recorder:
 
     def fsync(self, descriptor):
         began = time.monotonic_ns()
-        self._real["fsync"](descriptor)
-        if descriptor in self._descriptors:
+        if descriptor not in self._descriptors:
+            self._real["fsync"](descriptor)
+        else:
+            # It is noted and not made: this power stays on, and what is made of the recording knows what it means.
             path, inode, is_folder = self._descriptors[descriptor]
             self._note(Op("sync folder", 0, path) if is_folder else Op("sync", 0, inode=inode), began)
 
