@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+import xxhash
+
 BATCH, SAMPLES = 12, 60
 
 
@@ -103,8 +105,10 @@ class Run:
         manifest = path.parents[1] / ".metadata"
         partial = manifest.with_suffix(".partial")
         # The head ends where the number of ranks begins: that much of it a catalog reads.
-        rest = json.dumps({"world_size": self.options.world, "file": path.name, "digest": digest})
-        partial.write_text(json.dumps(head)[:-1] + ",\n" + rest[1:])
+        rest = json.dumps({"world_size": self.options.world, "file": path.name, "sha256": digest})
+        text = json.dumps(head)[:-1] + ",\n" + rest[1:-1]
+        # Its last field proves it, as in every manifest.
+        partial.write_text(f'{text},\n"digest": "{xxhash.xxh3_64_hexdigest(text.encode())}"\n}}\n')
         partial.rename(manifest)
 
     def committed(self) -> list[int]:
@@ -120,7 +124,7 @@ class Run:
             folder = self.root / f"step-{step:08d}"
             manifest = json.loads((folder / ".metadata").read_text())
             data = (folder / "state" / manifest["file"]).read_bytes()
-            if hashlib.sha256(data).hexdigest() != manifest["digest"]:
+            if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
                 skipped.append(f"{folder.name}: not what was written")
                 continue
             saved = json.loads(data)
