@@ -157,7 +157,9 @@ class Owner:
         held = self._held.get(self._root)
         if held is not None and held == (self._descriptor, os.getpid()):
             del self._held[self._root]
-            self._path.unlink(missing_ok=True)
+            # A file that stays behind says nothing: the lock on it is what counts, and goes with the descriptor.
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
 
     @classmethod
