@@ -9,10 +9,10 @@ import io
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import keepstep as ks
@@ -66,12 +66,12 @@ def record(base: Path, *sessions: Callable[[Path, Recorder], None], seed: int = 
 
 
 def train(
-    *saves: tuple[int, float], keep: int = 1, length: int = 900, restore: int | bool = False, **options: Any
+    *saves: tuple[int, float], length: int = 900, optimizer: bool = False, **options: Any
 ) -> Callable[[Path, Recorder], None]:
     """A start of a job: restores the newest step (or the one given), then saves these (step, value)."""
 
     def session(root: Path, log: Recorder) -> None:
-        go_through(root, log, saves, small(length), keep=keep, restore=restore, **options)
+        go_through(root, log, saves, small(length, optimizer=optimizer), **options)
 
     return session
 
@@ -85,13 +85,14 @@ def go_through(
     restore: int | bool = False,
     keep: int = 1,
     background: str = "off",
+    rules: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> None:
-    """The same on one rank of some."""
+    """The same on one rank of some. ``rules`` are those of ``Keep`` besides how many of the last steps stay."""
     storage = LocalStorage(root)
     records = len(read_records(storage))
     quiet = contextlib.redirect_stderr(io.StringIO())
-    made = ks.Checkpointer(root, state, keep=ks.Keep(last=keep), background=background, **options)
+    made = ks.Checkpointer(root, state, keep=ks.Keep(last=keep, **rules), background=background, **options)
     with quiet, made as checkpointer:
         if restore is not False:
             there = bool(read_catalog(storage).steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 from collections.abc import Sequence
@@ -76,10 +77,16 @@ class Small(ks.TrainState):
         return super().__len__() - 1
 
 
-def small(length: int = LENGTH, rank: int = 0, world: int = 1) -> Small:
+def small(length: int = LENGTH, rank: int = 0, world: int = 1, *, optimizer: bool = False) -> Small:
     share = length // world
     shard = ks.sharded(torch.zeros(share), global_shape=(length,), offsets=(share * rank,))
-    return Small(w={"w": shard, "value": 0.0})
+    more = {}
+    if optimizer:
+        more["model"] = torch.nn.Linear(3, 3)
+        more["optimizer"] = torch.optim.SGD(more["model"].parameters(), lr=0.1, momentum=0.9)
+        more["model"](torch.ones(1, 3)).sum().backward()
+        more["optimizer"].step()
+    return Small(w={"w": shard, "value": 0.0}, **more)
 
 
 def advanced(state: Small, step: int, value: float) -> None:
@@ -167,9 +174,9 @@ class Claims:
 class Inspector:
     """Reads images as a user would, and goes on from each; what was found in the same files before is remembered."""
 
-    def __init__(self, keep: int, length: int = LENGTH, root: str = "run") -> None:
+    def __init__(self, keep: int, length: int = LENGTH, *, optimizer: bool = False, root: str = "run") -> None:
         self.keep = keep
-        self.length = length
+        self.fresh = functools.partial(small, length, optimizer=optimizer)
         self.root = root
         self._outlooks: dict[frozenset[Any], Outlook] = {}
         self._verified: dict[frozenset[Any], str] = {}
@@ -248,7 +255,7 @@ class Inspector:
 
     def _go_on(self, storage: ImageStorage, steps: dict[int, Any], problems: list[str]) -> float | None:
         """Restores, as a job does that starts again; saves the next step; proves all there is then."""
-        state = small(self.length)
+        state = self.fresh()
         quiet = contextlib.redirect_stderr(io.StringIO())
         with quiet, ks.Checkpointer(storage, state, keep=ks.Keep(last=self.keep), background="off") as checkpointer:
             report = checkpointer.restore(allow_fresh=not steps)

@@ -45,9 +45,9 @@ ALL = 1 << 17
 """More states than there are at any moment of a small save."""
 
 
-def checked(ops, keep, most, *, length=LENGTH, **options):
+def checked(ops, keep, most, *, length=LENGTH, optimizer=False, **options):
     count = Count(SEED)
-    enumerate_crashes(ops, Inspector(keep, length), count, most=most, **options)
+    enumerate_crashes(ops, Inspector(keep, length, optimizer=optimizer), count, most=most, **options)
     print(count)
     return count
 
@@ -90,6 +90,16 @@ def test_states_of_longer_histories(tmp_path, name):
     count = checked(record(tmp_path, *sessions), keep, 20 if length == LARGE else 80, length=length)
     assert len(count.different) > (100 if length == LARGE else 1000)
     assert len(count.views) > (50 if length == LARGE else 300)
+
+
+@pytest.mark.slow
+def test_states_of_steps_that_lose_their_optimizers(tmp_path):
+    """A manifest is replaced by one that promises less, and only then the files go."""
+    rules = {"weights_only_after": 1}
+    ops = record(tmp_path, train((1, 1.0), (2, 2.0), (3, 3.0), keep=2, optimizer=True, rules=rules))
+    assert sum(op.kind == "unlink" and "/optimizer/" in op.path for op in ops) == 2
+    count = checked(ops, 2, 40, optimizer=True)
+    assert len(count.different) > 1000
 
 
 def recorded_rank(rank, base):
