@@ -122,10 +122,6 @@ def test_a_manifest_is_made_again_byte_for_byte(step, damage, root, good):
     else:
         root.put(manifest_name(step), ways[damage])
     actions = mend(root)
-    if damage == "of another step":
-        # It proves itself, so it may be what somebody wanted there: that is for a person to decide.
-        assert outcomes(actions)[0] == ("manifest", manifest_name(step), "left")
-        return
     assert outcomes(actions) == [("manifest", manifest_name(step), "done")]
     assert "saves.jsonl says that it was committed" in actions[0].text or "names the attempt" in actions[0].text
     assert blobs(root) == good
@@ -288,6 +284,19 @@ def test_a_damaged_step_is_put_aside_and_brought_back(root, good):
     assert {name: data for name, data in damaged.items() if name.startswith("step-")}.items() <= again.items()
     with pytest.raises(StepNotFoundError):
         undo(root, 3)
+
+
+def test_what_is_beside_a_step_put_aside_is_mended_without_it(root):
+    """Step 3 was put aside, saved again, and lost its manifest then."""
+    flip(root, file_in(root, 3, "model"))
+    mend(root, quarantine=True)
+    assert train(root, 1) == 2
+    again = read_blob(root, manifest_name(3), LIMIT)
+    root.delete([manifest_name(3)])
+    action = mend(root)[0]
+    assert action.outcome == "done", action
+    assert read_blob(root, manifest_name(3), LIMIT) == again
+    assert len(read_catalog(root).aside) == 1
 
 
 def test_only_the_steps_that_are_named_are_touched(root):

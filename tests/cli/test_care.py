@@ -206,6 +206,34 @@ def test_an_attempt_that_is_committed_after_it_was_found_stays(root):
     assert files(root) == before
 
 
+def test_a_half_written_file_of_the_committed_attempt_is_garbage_too(root):
+    (whole,) = (root / "step-00000003" / "model").glob("*.safetensors")
+    half = whole.with_name(f"{whole.name}.5a5a5a5a.partial")
+    half.write_bytes(b"half")
+    age(root, OLD_S)
+    name = half.relative_to(root / "step-00000003").as_posix()
+    assert json.loads(call("verify", root, "--json").stdout)["steps"][0]["strays"] == [name]
+    call("gc", root)
+    assert whole.exists()
+    assert not half.exists()
+
+
+def test_verify_of_a_root_whose_steps_are_all_gone(root):
+    (root / "saves.jsonl").write_text(
+        '{"step":3,"save_id":"0badc0de","ended":"2026","outcome":"committed","incarnation":1}\n'
+    )
+    for step in (1, 2, 3):
+        shutil.rmtree(root / f"step-{step:08d}")
+    out = call("verify", root, status=7).stdout
+    assert (
+        "lost: step 3 (incarnation 1, attempt 0badc0de) was committed at 2026, and is not there; the newest is none"
+        in out
+    )
+    (root / "saves.jsonl").unlink()
+    (root / "latest").unlink()
+    call("verify", root, status=3)
+
+
 # --- repair ---------------------------------------------------------------------------------------------------------
 
 

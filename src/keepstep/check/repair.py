@@ -18,7 +18,7 @@ import msgspec
 from keepstep.check.rebuild import Rebuilt, attempts_in, rebuild
 from keepstep.check.run import read_hint
 from keepstep.check.verify import Problem, verify
-from keepstep.commit.aside import bring_back, put_aside
+from keepstep.commit.aside import bring_back, put_aside, set_aside
 from keepstep.commit.catalog import (
     MAX_MANIFEST_BYTES,
     Catalog,
@@ -81,17 +81,22 @@ def repair(root: Storage, wish: Wish) -> Iterator[Action]:
         StorageError: the storage refused; what was yielded is done.
     """
     catalog = read_catalog(root)
+    left = set()
     for name in sorted(root.folders()):
         step = parse_step_name(name)
         if step is not None and wish.wants(step):
-            yield from _manifest(root, step, catalog, wish)
+            for action in _manifest(root, step, catalog, wish):
+                left |= {name} if action.outcome == "left" else set()
+                yield action
     if wish.quarantine:
         for found in read_catalog(root).steps:
             if wish.wants(found.step):
                 yield from _quarantine(root, found.step, wish)
     catalog = read_catalog(root)
     yield from _records(root, catalog, wish)
-    yield from _hint(root, catalog, wish)
+    # What could not be read just now may be a step, and the hint all there is to say so.
+    if not left.intersection(catalog.unfinished):
+        yield from _hint(root, catalog, wish)
 
 
 def repair_alone(storage: Storage, wish: Wish) -> Iterator[Action]:
@@ -114,13 +119,23 @@ def undo(root: Storage, step: int) -> Action:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What is known of commits in one folder, whatever is left in it. ``raw`` is a damaged manifest; None for none."""
+    """What is known of commits in one folder, whatever is left in it. ``raw`` is a damaged manifest; None for none.
+
+    ``aside`` are names of files that were put aside: they stay what they are until somebody brings them back.
+    """
 
     raw: bytes | None
     saves: frozenset[str] = frozenset()
     digests: frozenset[str] = frozenset()
     parents: frozenset[tuple[str, int]] = frozenset()
     failed: frozenset[str] = frozenset()
+    aside: frozenset[str] = frozenset()
+
+    def attempts(self, storage: Storage) -> dict[str, dict[tuple[str, int], str]]:
+        """The attempts that have files there, but for those that were put aside."""
+        return {
+            save_id: names for save_id, names in attempts_in(storage).items() if self.aside.isdisjoint(names.values())
+        }
 
     def of(self, rebuilt: Rebuilt, *, alone: bool) -> str:
         """Why this attempt is known to have been committed; empty when nothing says so. ``alone``: there is no other."""
@@ -156,7 +171,8 @@ def _evidence(root: Storage, step: int, catalog: Catalog, raw: bytes | None) -> 
             parent = read_manifest(step_storage(root, found.step)).lineage.parent
             if parent is not None:
                 parents.add((parent.run, parent.incarnation))
-    return _Evidence(raw, frozenset(saves), frozenset(digests), frozenset(parents), frozenset(failed))
+    aside = set_aside(catalog.aside, step, [name for name, _ in step_storage(root, step).list("")])
+    return _Evidence(raw, frozenset(saves), frozenset(digests), frozenset(parents), frozenset(failed), frozenset(aside))
 
 
 def _manifest_there(storage: Storage) -> tuple[bytes | None, str]:
@@ -180,21 +196,29 @@ def _manifest_there(storage: Storage) -> tuple[bytes | None, str]:
 
 def _manifest(root: Storage, step: int, catalog: Catalog, wish: Wish) -> Iterator[Action]:
     """A step whose manifest is gone, damaged, or of another step."""
-    storage = step_storage(root, step)
+    storage, target = step_storage(root, step), f"{step_name(step)}/{MANIFEST_NAME}"
     raw, wrong = _manifest_there(storage)
-    damaged = {found.step for found in catalog.steps if found.damage}
-    if raw is not None and not wrong and step not in damaged:
+    damage = next((found.damage for found in catalog.steps if found.step == step), "")
+    if raw is not None and not wrong and not damage:
         return
-    if raw is None and any(note.step == step for note in catalog.aside):
-        # What was put aside stays aside until somebody brings it back.
-        return
-    if raw is not None and not wrong:
-        text = f"its manifest is good, but {next(one.damage for one in catalog.steps if one.step == step)}"
+    if raw is not None and not wrong and not _strange(storage, step):
+        # Of a newer format, or of another step whose files are there: nobody's to replace.
         unable = "none" if wish.quarantine else "left"
-        yield Action("manifest", f"{step_name(step)}/{MANIFEST_NAME}", unable, text)
+        yield Action("manifest", target, unable, f"left as it is: {damage}")
         return
-    target = f"{step_name(step)}/{MANIFEST_NAME}"
-    yield from _rebuilt(storage, target, raw, _evidence(root, step, catalog, raw), wish, step)
+    evidence = _evidence(root, step, catalog, raw)
+    if raw is None and evidence.aside and not evidence.attempts(storage):
+        return
+    yield from _rebuilt(storage, target, raw, evidence, wish, step)
+
+
+def _strange(storage: Storage, step: int) -> bool:
+    """Whether a good manifest is of another step, and has no files here: then it was copied from there."""
+    try:
+        manifest = read_manifest(storage)
+    except FormatError:
+        return False
+    return manifest.step != step and manifest.save_id not in attempts_in(storage)
 
 
 def _rebuilt(
@@ -203,9 +227,11 @@ def _rebuilt(
     """Makes a manifest again if the files of an attempt prove it, and something says that it was committed."""
     # (What can be put aside is dealt with after this.)
     unable = "none" if raw is None or wish.quarantine else "left"
-    tried = [rebuild(storage, save_id, names) for save_id, names in sorted(attempts_in(storage).items())]
+    tried = [rebuild(storage, save_id, names) for save_id, names in sorted(evidence.attempts(storage).items())]
     whole = [one for one in tried if one.manifest is not None and step in (None, one.manifest.step)]
     if not whole:
+        if any(problem.kind == "unreadable" for one in tried for problem in one.problems):
+            unable = "left"
         yield Action("manifest", target, unable, _why_not(tried, committed=raw is not None, aside=wish.quarantine))
         return
     known = [(one, why) for one in whole if (why := evidence.of(one, alone=len(tried) == 1))]
@@ -242,6 +268,8 @@ def _why_not(tried: Sequence[Rebuilt], *, committed: bool, aside: bool) -> str:
     if committed:
         advice = "" if aside else "; --quarantine puts the step aside"
         return f"the manifest is damaged and cannot be made again ({found}){advice}"
+    if any(problem.kind == "unreadable" for one in tried for problem in one.problems):
+        return f"no manifest, and what would tell whether it was a step cannot be read now ({found}): try again"
     return f"no manifest, and none can be made ({found}): not a step. `keepstep gc` removes what dead attempts left"
 
 
@@ -310,7 +338,8 @@ def _hint(root: Storage, catalog: Catalog, wish: Wish) -> Iterator[Action]:
     for found in catalog.steps:
         storage = step_storage(root, found.step)
         try:
-            if found.damage or not found.incarnation:
+            if found.damage or found.dropped or not found.incarnation:
+                # (A step without its optimizer is none that restore() would take.)
                 continue
             manifest = read_manifest(storage)
             check_files(storage, manifest)

@@ -66,10 +66,11 @@ def verify_root(root: Storage, errors: Console) -> Verification:
     """Verifies every committed step, newest first, and the records of the run. A step that goes meanwhile is left out.
 
     Raises:
-        StepNotFoundError: no step is committed below the root.
+        StepNotFoundError: no step is committed below the root, and no record says that there was one.
     """
     catalog = read_catalog(root)
-    if not catalog.steps:
+    records = verify_run(root, catalog)
+    if not catalog.steps and not records.problems:
         left = f"; never committed: {', '.join(catalog.unfinished)}" if catalog.unfinished else ""
         raise StepNotFoundError(f"no step is committed below {root.url}{left}")
     results = []
@@ -84,7 +85,6 @@ def verify_root(root: Storage, errors: Console) -> Verification:
             result = replace(result, ok=False, problems=(elsewhere, *result.problems))
         kept = set_aside(catalog.aside, found.step, result.strays)
         results.append(replace(result, strays=tuple(name for name in result.strays if name not in kept)))
-    records = verify_run(root, catalog)
     summed = _summed(root.url, results, records.problems)
     return replace(
         summed,

@@ -244,7 +244,7 @@ def sweep_leftovers(root: Storage, catalog: Catalog, incarnation: int) -> None:
         found = committed.get(folder)
         if found is not None:
             own = f".{found.save_id}." in inside and inside.partition("/")[0] not in found.dropped
-            if inside != MANIFEST_NAME and not own:
+            if inside != MANIFEST_NAME and not (own and not inside.endswith(PARTIAL)):
                 beside.setdefault(folder, []).append(inside)
         elif folder in catalog.unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL)):
             doomed.append(name)
@@ -266,7 +266,7 @@ def strays(root: Storage, step: int, names: Sequence[str], aside: Sequence[Note]
     manifest = read_manifest(step_storage(root, step))
     kept = {MANIFEST_NAME} | set_aside(aside, step, names)
     own = {name for name in names if f".{manifest.save_id}." in name and name.partition("/")[0] not in manifest.dropped}
-    return [name for name in names if name not in own | kept]
+    return [name for name in names if name not in kept and (name not in own or name.endswith(PARTIAL))]
 
 
 def sweep_failed(root: Storage, step: int, incarnation: int) -> None:
