@@ -7,6 +7,7 @@ its files do not say; see ``keepstep.check.repair``.
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 
@@ -80,6 +81,8 @@ def rebuild(storage: Storage, save_id: str, names: dict[tuple[str, int], str]) -
         kept = _kept(storage, first, save_id)
     except (CorruptError, FormatError) as err:
         return Rebuilt(save_id, problems=(Problem("manifest", first, str(err)),), files=len(names))
+    except StorageError as err:
+        return Rebuilt(save_id, problems=(Problem("unreadable", first, str(err)),), files=len(names))
     receipts: dict[int, dict[str, FileRecord]] = {}
     problems = []
     for (folder, rank), name in sorted(names.items()):
@@ -108,6 +111,8 @@ def _kept(storage: Storage, name: str, save_id: str) -> Manifest:
         with storage.open(name) as blob:
             copy = manifest_copy(read_header(blob, name), name)
     except StorageError as err:
+        if err.errno != errno.ENOENT:
+            raise
         raise CorruptError(f"{name}, which would keep a copy of the manifest, cannot be read: {err}") from err
     if not copy:
         raise CorruptError(f"{name} keeps no copy of the manifest: it was written in format 1.0")
