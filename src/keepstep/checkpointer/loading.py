@@ -9,7 +9,6 @@ finish      plain values, optimizer groups, random number streams, progress
 
 from __future__ import annotations
 
-import difflib
 import errno
 import math
 from collections import deque
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from keepstep.checkpointer.differences import changed_since, mismatch_of, put_together
 from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.checkpointer.saving import no_collection
@@ -43,7 +43,6 @@ from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.files import FILES, Files
 from keepstep.state.own import OwnValues
-from keepstep.state.provenance import NO_CONFIG, code_revision, differences
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.restore import Binder
 from keepstep.state.shard import LayoutTable
@@ -55,7 +54,6 @@ from keepstep.timeline import Timeline
 
 __all__ = ["LoadReport", "Options", "found_manifest", "load", "load_step", "read_trees"]
 
-SHOWN_HINTS = 20
 _GONE = "its files were let go by retention, to keep the weights alone"
 _NO_DIFFERENCES = msgspec.msgpack.encode(([], []))
 
@@ -164,29 +162,26 @@ def found_manifest(storage: Storage) -> bytes:
     Raises:
         StepNotFoundError: nothing is committed there; says what is.
     """
-    raw = _stored_manifest(storage)
+    raw = b""
     while True:
+        before = raw
+        try:
+            raw = read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        except StorageError as err:
+            if err.errno != errno.ENOENT:
+                # It may well be there: "cannot be read" is not "does not exist".
+                raise
+            there = sum(1 for _ in storage.list(""))
+            found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
+            raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
         try:
             check_files(storage, parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}"))
         except CorruptError:
             # It may have been replaced while its files were looked for: then they are not missing.
-            if (again := _stored_manifest(storage)) == raw:
+            if raw == before:
                 raise
-            raw = again
         else:
             return raw
-
-
-def _stored_manifest(storage: Storage) -> bytes:
-    try:
-        return read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    except StorageError as err:
-        if err.errno != errno.ENOENT:
-            # It may well be there: "cannot be read" is not "does not exist".
-            raise
-        there = sum(1 for _ in storage.list(""))
-        found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
-        raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
 
 
 def load_step(
@@ -213,11 +208,11 @@ def load_step(
             values.bind(read_own(storage, manifest, owners, {own_rank(manifest, ranks.rank): own}))
         posted = phase.gather(msgspec.msgpack.encode((binder.mismatches, list(binder.surplus))))
         none = not posted or all(raw == _NO_DIFFERENCES for raw in posted)
-        differences = phase.broadcast(_NO_DIFFERENCES if none else _together(posted or []))
+        differences = phase.broadcast(_NO_DIFFERENCES if none else put_together(posted or []))
         if binder.surplus or differences != _NO_DIFFERENCES:
             binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
         if binder.mismatches:
-            raise _mismatch(manifest, storage.url, binder)
+            raise mismatch_of(manifest, storage.url, binder)
     with no_collection(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("read"):
             stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
@@ -247,36 +242,9 @@ def load_step(
         bytes_read=read,
         bytes_needed=needed,
         components=binder.reports,
-        changed=_changed(ranks, manifest, into) if isinstance(into, TrainState) else (),
+        changed=changed_since(ranks, manifest, into) if isinstance(into, TrainState) else (),
         seconds=timeline.seconds,
     )
-
-
-def _changed(ranks: Ranks, manifest: Manifest, state: TrainState) -> tuple[str, ...]:
-    """How code and configuration differ from those of the step; a side that does not know its own says nothing."""
-    code, saved = code_revision() if ranks.leads else "", manifest.versions.code
-    notes = [f"code: {saved} when saved, {code} now"] if code and saved and code != saved else []
-    if NO_CONFIG not in (state.config_record, bytes(manifest.config)):
-        notes.extend(f"config: {text}" for text in differences(bytes(manifest.config), state.config_record))
-    return tuple(notes)
-
-
-def _together(posted: list[bytes]) -> bytes:
-    """What every rank hears of the differences that any of them found: as lines, and keys that no rank has a place for.
-
-    A key that one rank has no place for may have one on another: a stage of a pipeline holds a part of the model.
-    """
-    each = [msgspec.msgpack.decode(raw, type=tuple[list[str], list[str]]) for raw in posted]
-    found: dict[str, list[int]] = {}
-    for rank, (mismatches, _) in enumerate(each):
-        for text in mismatches:
-            found.setdefault(text, []).append(rank)
-    lines = [
-        text if len(ranks) == len(each) else f"{text} (on rank {', '.join(map(str, ranks))})"
-        for text, ranks in found.items()
-    ]
-    everywhere = set(each[0][1]).intersection(*(surplus for _, surplus in each))
-    return msgspec.msgpack.encode((lines, [key for key in each[0][1] if key in everywhere]))
 
 
 def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -385,24 +353,3 @@ def bind_all(
             binder.lack_component(name, gone or lack)
     for name in dropped:
         binder.reports.setdefault(name, ComponentReport(skipped=True)).noted.append(_GONE)
-
-
-def _mismatch(manifest: Manifest, url: str, binder: Binder) -> MismatchError:
-    worlds = f"(ranks: {manifest.world_size} when saved, {binder.table.world} now)"
-    return MismatchError(
-        f"step {manifest.step} in {url} {worlds} does not fit the target: {len(binder.mismatches)} differences",
-        [*binder.mismatches, *_hints(binder)],
-        "Nothing was changed.",
-    )
-
-
-def _hints(binder: Binder) -> list[str]:
-    """For keys that are missing, the surplus keys that look most like them."""
-    surplus = [key for report in binder.reports.values() for key in report.unexpected]
-    hints = []
-    for report in binder.reports.values():
-        for key in report.missing[:SHOWN_HINTS]:
-            close = difflib.get_close_matches(key, surplus, n=1, cutoff=0.6)
-            if close:
-                hints.append(f"{key} may be {close[0]} under another name (rename= maps keys)")
-    return hints
