@@ -112,6 +112,21 @@ def test_a_start_that_was_followed_drops_no_optimizer(run):
     assert drop_optimizers(run, 1, 2) == ("optimizer",)
 
 
+def test_a_start_that_restores_once_more_leaves_its_own_attempts_alone(run):
+    """A save that was given up, because the storage was slow, may still be committed: its files have to be there then."""
+    name = f"{step_name(5)}/model/rank-00000.0123abcd.safetensors"
+    state = state_at(0)
+    with ks.Checkpointer(run, state, background="off") as checkpointer:
+        checkpointer.restore()
+        state.progress.step = 4
+        checkpointer.save()
+        run.put(name, b"of an attempt of its own")
+        checkpointer.restore()
+        assert name in names_in(run)
+    save(run)
+    assert name not in names_in(run)
+
+
 # --- whoever looks while steps come and go sees what is there ----------------------------------------------------------
 
 

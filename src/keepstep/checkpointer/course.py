@@ -25,6 +25,14 @@ class Course:
         """Steps that stay whatever the rules say: the one resumed from."""
         return () if self._restored_from is None else (self._restored_from.step,)
 
+    @property
+    def unused(self) -> bool:
+        """Whether this start has neither restored nor begun to save anything yet.
+
+        Only then is everything unfinished of older ones: a save of its own that was given up may still be committed.
+        """
+        return self.saved < 0 and self.failed < 0
+
     def adopt(self, manifest: Manifest, incarnation: int = 0) -> None:
         """Goes on with the run of the restored step; in this incarnation, when it is another than before."""
         lineage = manifest.lineage

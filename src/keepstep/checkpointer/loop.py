@@ -168,7 +168,7 @@ class Checkpointer(Closing):
         self._check_open()
         wanted = Wanted(step, on_damage, allow_fresh, self._course.lineage.incarnation)
         self._settle()
-        options = Options(None, strict, cast, None)
+        unused, options = self._course.unused, Options(None, strict, cast, None)
         report, manifest = restore_step(
             self._ranks, self._root, self._state, wanted, options=options, deadline_s=self._deadline_s
         )
@@ -178,7 +178,7 @@ class Checkpointer(Closing):
             self._course.adopt(manifest, report.incarnation)
             if manifest.world_size == self._ranks.world:
                 self._known = KnownPlan(manifest.fingerprint, manifest.structure)
-        if self._ranks.leads:
+        if self._ranks.leads and unused:
             tidy_after_restore(self._root, self._course.lineage.incarnation)
         self._boundaries.restart()
         if self._ranks.leads and not report.fresh:

@@ -96,8 +96,8 @@ def read_catalog(root: Storage) -> Catalog:
     """Looks at every folder that has exactly a step's name; nothing is changed.
 
     One short read a step. The manifest of the newest one is read whole, and proves itself. Where a manifest is missing or
-    damaged, all is looked at once more, until two looks agree: a step may have gone between two reads because a newer one had
-    come, which is not to be overlooked.
+    damaged, all is looked at once more, until two looks agree: a step may have gone between two reads because a newer one
+    had come, which is not to be overlooked.
     """
     catalog, sure = _look(root)
     for _ in range(MOST_LOOKS):
