@@ -21,7 +21,7 @@ import keepstep as ks
 from keepstep.check.faults import Fault, FaultyStorage
 from keepstep.check.verify import verify
 from keepstep.commit.catalog import read_catalog, step_storage
-from keepstep.errors import CheckpointError, StepNotFoundError, StorageError
+from keepstep.errors import CheckpointError, CorruptError, StepNotFoundError, StorageError
 from keepstep.move.arena import ONCE_BYTES, Arena
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT, errno.EACCES)
@@ -347,3 +347,44 @@ def test_every_look_at_the_storage_is_an_old_one(three_steps, operation, ago, ti
         assert (following.restored, following.skipped) == (max(steps), ()), (storage.fired, following.errors)
         assert following.reported == [max(steps) + 1], following.errors
     assert faults.count >= 10
+
+
+def test_a_replacement_that_was_never_made_takes_no_files_with_it():
+    """The storage says that it has put the new manifest in place, and has not: the step that is there keeps its data."""
+    memory = ks.MemoryStorage()
+    ks.save(memory, values(1.0))
+    for fault in (Fault("put", "lost", name=".metadata"), Fault("put", "lost", name=".metadata", times=None)):
+        storage = FaultyStorage(copied(memory), [fault])
+        with pytest.raises(CorruptError, match="took the manifest and does not show it"):
+            ks.save(storage, values(2.0), overwrite=True)
+        assert storage.fired
+        assert loaded(storage) == 1.0
+    ks.save(storage.inner, values(3.0), overwrite=True)
+    assert loaded(storage.inner) == 3.0
+    assert len(dict(storage.inner.list(""))) == 3
+
+
+def test_old_steps_stay_when_the_new_one_does_not_appear(three_steps):
+    storage = FaultyStorage(three_steps, [Fault("put", "lost", name="step-00000004/.metadata")])
+    start = Start(storage, "off", saves=1)
+    assert storage.fired
+    assert start.reported == [4]
+    assert ["the step just committed is not there" in str(each.message) for each in start.warned] == [True]
+    assert steps_of(three_steps) == {1, 2, 3}
+
+
+def test_an_old_step_that_is_damaged_does_not_make_a_committed_one_fail(three_steps):
+    """It was to lose its optimizer; it stays as it is, and somebody is told."""
+    (name,) = [name for name, _ in three_steps.list("step-00000002") if name.endswith(".metadata")]
+    data = three_steps._blobs[name]
+    three_steps.put(name, data[:-40] + b"?" + data[-39:])
+    state = trainer()
+    keep = ks.Keep(last=None, weights_only_after=1)
+    with ks.Checkpointer(three_steps, state, keep=keep, background="off") as checkpointer:
+        checkpointer.restore()
+        advance(state, 4)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert checkpointer.save().wait_committed().step == 4
+    assert "step-00000002" in str(told[0].message), told
+    assert three_steps._blobs[name] == data[:-40] + b"?" + data[-39:]

@@ -26,7 +26,7 @@ from keepstep.checkpointer.replicas import replica_details, replica_digests, rep
 from keepstep.commit.conclude import Order, tidy
 from keepstep.commit.publish import commit_step, point_latest
 from keepstep.commit.retention import warn_untidy
-from keepstep.errors import StorageError, UsageError
+from keepstep.errors import CheckpointError, UsageError
 from keepstep.format.manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -150,7 +150,8 @@ def save_step(
         try:
             point_latest(attempt.root, manifest, manifest_digest)
             tidy(attempt.root, order, manifest)
-        except StorageError as err:
+        except CheckpointError as err:
+            # Whatever it is, the step exists.
             warn_untidy(err)
     saved = msgspec.json.decode(answer, type=Saved)
     written = sum(record.size_bytes for record in receipt.files.values())

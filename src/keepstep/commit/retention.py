@@ -14,7 +14,7 @@ from keepstep.commit.aside import QUARANTINE, Note, read_notes, set_aside
 from keepstep.commit.catalog import Catalog, Found, read_manifest, step_storage
 from keepstep.commit.pins import PINS
 from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, is_overtaken
-from keepstep.errors import CorruptError, FormatError, StorageError, UsageError
+from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError, UsageError
 from keepstep.failpoints import reach
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage
@@ -285,6 +285,6 @@ def sweep_failed(root: Storage, step: int, incarnation: int) -> None:
         warn_untidy(err)
 
 
-def warn_untidy(err: StorageError) -> None:
+def warn_untidy(err: CheckpointError) -> None:
     """What is kept is safe; what could not be removed only takes space."""
     warnings.warn(f"tidying up failed; committed steps are untouched: {err}", stacklevel=4)
