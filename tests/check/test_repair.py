@@ -233,6 +233,27 @@ def test_of_two_whole_attempts_the_one_that_was_committed_is_taken(root, good):
     assert blobs(root)[manifest_name(3)] == good[manifest_name(3)]
 
 
+@pytest.mark.parametrize("later", ["damaged", "gone"])
+def test_an_attempt_that_was_replaced_comes_not_back(later, root, good):
+    """Step 3 was saved once more after a rollback; the files of the first attempt were still there when that was killed."""
+    with ks.Checkpointer(root, state_of(), keep=ks.Keep(last=None), background="thread") as checkpointer:
+        checkpointer.restore(step=2)
+        checkpointer.step(loss=0.5)
+        checkpointer.save()
+    root.delete([manifest_name(3), *([file_in(root, 3, "model")] if later == "damaged" else names_in(root, 3))])
+    for name, data in good.items():
+        if name.startswith("step-00000003/") and name != manifest_name(3):
+            root.put(name, data)
+    action = mend(root)[0]
+    assert (action.kind, action.outcome) == ("manifest", "none"), action
+    assert "or was replaced" in action.text
+    assert manifest_name(3) not in blobs(root)
+
+
+def names_in(root, step):
+    return [name for name, _ in root.list(f"step-{step:08d}")]
+
+
 def test_a_manifest_cannot_be_made_without_the_file_that_keeps_it(root):
     root.delete([manifest_name(3), file_in(root, 3, "state")])
     (left, _) = mend(root, uncommitted=True)

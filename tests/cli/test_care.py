@@ -147,6 +147,7 @@ def test_gc_leaves_what_is_young_and_what_another_machine_may_write(root):
     assert json.loads(call("gc", root, "--json").stdout)["fence"] == 2
 
 
+@pytest.mark.slow
 def test_gc_and_repair_refuse_while_a_job_on_this_machine_is_alive(root):
     before = files(root)
     script = (

@@ -121,7 +121,8 @@ def undo(root: Storage, step: int) -> Action:
 class _Evidence:
     """What is known of commits in one folder, whatever is left in it. ``raw`` is a damaged manifest; None for none.
 
-    ``aside`` are names of files that were put aside: they stay what they are until somebody brings them back.
+    ``aside`` are names of files that were put aside: they stay what they are until somebody brings them back. ``replaced``
+    are attempts in whose place another one was committed later, whatever has become of that.
     """
 
     raw: bytes | None
@@ -130,6 +131,7 @@ class _Evidence:
     parents: frozenset[tuple[str, int]] = frozenset()
     failed: frozenset[str] = frozenset()
     aside: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
 
     def attempts(self, storage: Storage) -> dict[str, dict[tuple[str, int], str]]:
         """The attempts that have files there, but for those that were put aside."""
@@ -157,7 +159,8 @@ class _Evidence:
 
 def _evidence(root: Storage, step: int, catalog: Catalog, raw: bytes | None) -> _Evidence:
     records = [one for one in read_records(root) if one.step == step]
-    saves = {one.save_id for one in records if one.outcome == "committed"}
+    committed = [one.save_id for one in records if one.outcome == "committed"]
+    saves = set(committed)
     failed = {one.save_id for one in records} - saves
     digests, parents = set(), set()
     try:
@@ -172,7 +175,15 @@ def _evidence(root: Storage, step: int, catalog: Catalog, raw: bytes | None) -> 
             if parent is not None:
                 parents.add((parent.run, parent.incarnation))
     aside = set_aside(catalog.aside, step, [name for name, _ in step_storage(root, step).list("")])
-    return _Evidence(raw, frozenset(saves), frozenset(digests), frozenset(parents), frozenset(failed), frozenset(aside))
+    return _Evidence(
+        raw=raw,
+        saves=frozenset(saves),
+        digests=frozenset(digests),
+        parents=frozenset(parents),
+        failed=frozenset(failed),
+        aside=frozenset(aside),
+        replaced=frozenset(saves - {*committed[-1:]}),
+    )
 
 
 def _manifest_there(storage: Storage) -> tuple[bytes | None, str]:
@@ -229,9 +240,11 @@ def _rebuilt(
     unable = "none" if raw is None or wish.quarantine else "left"
     tried = [rebuild(storage, save_id, names) for save_id, names in sorted(evidence.attempts(storage).items())]
     whole = [one for one in tried if one.manifest is not None and step in (None, one.manifest.step)]
-    if not whole:
-        if any(problem.kind == "unreadable" for one in tried for problem in one.problems):
-            unable = "left"
+    whole = [one for one in whole if one.save_id not in evidence.replaced]
+    unsure = any(problem.kind == "unreadable" for one in tried for problem in one.problems)
+    if not whole or unsure:
+        # (Of what cannot be read just now it is not known whether it is the one.)
+        unable = "left" if unsure else unable
         yield Action("manifest", target, unable, _why_not(tried, committed=raw is not None, aside=wish.quarantine))
         return
     known = [(one, why) for one in whole if (why := evidence.of(one, alone=len(tried) == 1))]
@@ -263,7 +276,9 @@ def _age(manifest: Manifest | None) -> tuple[int, str]:
 
 def _why_not(tried: Sequence[Rebuilt], *, committed: bool, aside: bool) -> str:
     reasons = [f"attempt {one.save_id}: {_told(one.problems)}" for one in tried if one.problems]
-    reasons += [f"attempt {one.save_id} is of another step" for one in tried if one.manifest is not None]
+    reasons += [
+        f"attempt {one.save_id} is of another step, or was replaced" for one in tried if one.manifest is not None
+    ]
     found = "; ".join(reasons[:SHOWN]) or "no shard files are there"
     if committed:
         advice = "" if aside else "; --quarantine puts the step aside"

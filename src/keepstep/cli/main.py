@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     name="keepstep",
-    help="Lists, shows, verifies and prunes the checkpoints of training runs, and drills training scripts.",
+    help="Lists, shows, verifies, repairs and prunes the checkpoints of training runs, and drills training scripts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
