@@ -97,9 +97,7 @@ def loaded(storage):
 
 
 @pytest.mark.slow
-@pytest.mark.case(60)
 @pytest.mark.case(76)
-@pytest.mark.case(79)
 @pytest.mark.parametrize("kind", ["error", "late", "gone"])
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an older step"])
 def test_every_call_of_a_save(over, kind):
@@ -269,10 +267,6 @@ def check_start(start, storage, before, *, lasting):
 
 
 @pytest.mark.slow
-@pytest.mark.case(16)
-@pytest.mark.case(73)
-@pytest.mark.case(77)
-@pytest.mark.case(79)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", ["error", "late", "gone"])
 @pytest.mark.parametrize("background", ["off", "thread"])
@@ -324,7 +318,6 @@ def test_every_call_lies_once(three_steps, operation, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.case(62)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("operation", ["list", "folders", "open"])
 @pytest.mark.parametrize("ago", [1, 4, 25])

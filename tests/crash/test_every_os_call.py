@@ -126,7 +126,6 @@ ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINTR, errno
 
 
 @pytest.mark.slow
-@pytest.mark.case(60)
 @pytest.mark.case(76)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("manner", ["error", "late", "half", "short"])
@@ -189,8 +188,6 @@ def test_every_call_of_a_load(tmp_path, monkeypatch, manner):
 
 
 @pytest.mark.slow
-@pytest.mark.case(72)
-@pytest.mark.case(79)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("manner", ["error", "late"])
 @pytest.mark.parametrize("background", ["off", "thread"])

@@ -98,7 +98,6 @@ def test_points_come_in_the_order_of_the_protocol():
 
 
 @pytest.mark.slow
-@pytest.mark.case(73)
 @pytest.mark.parametrize("background", ["off", "thread"])
 def test_what_is_raised_at_a_point_of_a_save(background):
     """Before the manifest nothing is committed; after it the step exists; the trainer and its next save go on."""
