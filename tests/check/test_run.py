@@ -84,8 +84,9 @@ FAULTS = {
     "hint contradicts itself": (
         lambda root: hint(root, path="step-00000003"), "latest", "latest", "step 4 and the path 'step-00000003'",
     ),
-    "hint with another digest": (
-        lambda root: hint(root, manifest="0" * 16), "latest", "latest", f"with the digest {'0' * 16}; the one there has",
+    "hint of a start that was later": (
+        lambda root: hint(root, manifest="0" * 16, incarnation=7),
+        "latest", "latest", "names step 4 of incarnation 7; the one there is older, of 2",
     ),
     "hint names a step put aside": (
         lambda root: put_aside(root, 4, ["it"], "now"), "latest", "latest", "names step 4, which was put aside",
@@ -134,6 +135,10 @@ def test_what_a_kill_leaves_is_no_fault(root):
     root.delete(["latest"])
     assert told(root).problems == ()
     assert "latest is not there" in told(root).notes[0]
+    hint_before = json.dumps(fields | {"manifest": "0" * 16}).encode()
+    root.put("latest", hint_before)
+    assert told(root).problems == ()
+    assert "as after a kill right after a step was saved again" in told(root).notes[0]
     edit(root, 3)
     third = {"step": 3, "incarnation": 2, "path": "step-00000003", "manifest": ""}
     third["manifest"] = f"{digest(read_blob(root, 'step-00000003/.metadata', 1 << 20)):016x}"

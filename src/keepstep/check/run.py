@@ -17,7 +17,7 @@ from keepstep.commit.catalog import MAX_MANIFEST_BYTES, Catalog, read_catalog, r
 from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, run_of
 from keepstep.commit.records import RECORDS_NAME, SaveRecord, read_records
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError
-from keepstep.format.manifest import MANIFEST_NAME, Lineage, step_name
+from keepstep.format.manifest import MANIFEST_NAME, Lineage, parse_head, step_name
 from keepstep.format.shardfile import digest
 from keepstep.storage.base import Storage, read_blob
 
@@ -106,22 +106,29 @@ def _latest(root: Storage, catalog: Catalog) -> Iterator[Problem | str]:
         yield Problem("latest", LATEST_NAME, f"names step {hint.step} and the path {hint.path!r}")
         return
     try:
-        found = f"{digest(read_blob(root, name, MAX_MANIFEST_BYTES)):016x}"
+        raw = read_blob(root, name, MAX_MANIFEST_BYTES)
+        there = parse_head(raw, name).lineage.incarnation
+    except (CorruptError, FormatError):
+        # Verifying the step says so.
+        return
     except StorageError as err:
         if err.errno != errno.ENOENT:
             raise
         aside = any(note.step == hint.step for note in catalog.aside)
         why = "which was put aside" if aside else "which is not there"
-        yield Problem("latest", LATEST_NAME, f"names step {hint.step}, {why}")
+        if hint == read_hint(root):
+            # (Not one that a save has moved meanwhile, after which retention took the step.)
+            yield Problem("latest", LATEST_NAME, f"names step {hint.step}, {why}")
         return
-    if found != hint.manifest and hint == read_hint(root):
-        # (Not one that a save has moved meanwhile.)
-        yield Problem(
-            "latest",
-            LATEST_NAME,
-            f"names a manifest of step {hint.step} with the digest {hint.manifest}; the one there has {found}",
-        )
-    elif found == hint.manifest and newest is not None and newest.step != hint.step:
+    found = f"{digest(raw):016x}"
+    if found != hint.manifest and hint.incarnation > there:
+        text = f"names step {hint.step} of incarnation {hint.incarnation}; the one there is older, of {there}"
+        yield Problem("latest", LATEST_NAME, text)
+    elif found != hint.manifest:
+        # The step was saved again, and the hint moves after that: a kill in between leaves it behind.
+        text = f"a manifest of step {hint.step} with the digest {hint.manifest}; the one there has {found}"
+        yield f"{LATEST_NAME} names {text}, as after a kill right after a step was saved again"
+    elif newest is not None and newest.step != hint.step:
         yield f"{LATEST_NAME} names step {hint.step}, the newest is {newest.step}; restore() goes by manifests"
 
 

@@ -91,7 +91,7 @@ def verify_root(root: Storage, errors: Console) -> Verification:
         unfinished=catalog.unfinished,
         notes=records.notes,
         aside=tuple(step_name(note.step) for note in catalog.aside),
-        garbage_bytes=sum(one.bytes for one in find_garbage(root, catalog)),
+        garbage_bytes=sum(one.bytes for one in find_garbage(root, read_catalog(root))),
     )
 
 

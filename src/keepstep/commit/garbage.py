@@ -6,7 +6,7 @@ first (see ``fence``), or goes by their age.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from keepstep.commit.pins import PINS
 from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, new_incarnation, newest_incarnation
 from keepstep.commit.records import RECORDS_NAME
 from keepstep.commit.retention import strays
-from keepstep.errors import CorruptError, FormatError
+from keepstep.errors import CorruptError, FormatError, StorageError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage, Subfolder, read_blob
 from keepstep.storage.local import PARTIAL
@@ -70,9 +70,8 @@ def find_garbage(root: Storage, catalog: Catalog) -> tuple[Garbage, ...]:
             continue
         inside = [name.partition("/")[2] for name, _ in sized]
         if folder in steps:
-            with contextlib.suppress(CorruptError, FormatError):
-                inside = [] if steps[folder].damage else strays(root, step, inside, catalog.aside)
-                found.extend(_by_attempt("stray", folder, inside, dict(sized)))
+            inside = [] if steps[folder].damage else _strays(root, step, inside, catalog)
+            found.extend(_by_attempt("stray", folder, inside, dict(sized)))
         elif folder in catalog.unfinished or folder in aside:
             kept = set_aside(catalog.aside, step, inside)
             found.extend(_by_attempt("unfinished", folder, [name for name in inside if name not in kept], dict(sized)))
@@ -131,6 +130,18 @@ def _still_dead(root: Storage, one: Garbage) -> bool:
     step = parse_step_name(one.folder)
     names = [name.partition("/")[2] for name in one.names]
     return step is not None and MANIFEST_NAME in inside and len(strays(root, step, names, ())) == len(names)
+
+
+def _strays(root: Storage, step: int, names: list[str], catalog: Catalog) -> list[str]:
+    """What lies beside a committed step; nothing where its manifest does not prove itself, or has gone meanwhile."""
+    try:
+        return strays(root, step, names, catalog.aside)
+    except (CorruptError, FormatError):
+        return []
+    except StorageError as err:
+        if err.errno != errno.ENOENT:
+            raise
+        return []
 
 
 def _by_attempt(kind: str, folder: str, names: Iterable[str], sizes: dict[str, int]) -> Iterator[Garbage]:
