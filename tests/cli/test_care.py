@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.agent.node import Owner
 from keepstep.check.scrub import Pace, lower_priority, read_scrubbed, scrub
+from keepstep.cli.listing import read_listing
 from keepstep.cli.main import app
+from keepstep.cli.verifying import verify_root
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.garbage import find_garbage, remove_garbage
 from keepstep.errors import StorageError
@@ -356,3 +359,56 @@ def test_scrub_yields_to_everybody_else_on_its_own_thread_only(tmp_path):
 def test_scrub_with_nothing_to_say(tmp_path):
     assert "no step is committed there" in call("scrub", tmp_path).stdout
     assert "without a pause" in call("scrub", tmp_path, "--every", "0", status=2).stderr
+
+
+# --- while training goes on -----------------------------------------------------------------------------------------
+
+
+def looked_at(root, look, nth, save):
+    """``look`` at a storage that is saved to right before the ``nth`` of its calls. Whether there were so many."""
+    seen = Counter()
+
+    def before(operation, name):
+        seen["calls"] += 1
+        if seen["calls"] == nth:
+            save()
+
+    look(Watched(root, before))
+    return seen["calls"] >= nth
+
+
+def verified(storage):
+    result = verify_root(storage, Console(quiet=True))
+    assert result.ok, result
+
+
+def scrubbed(storage):
+    for _, problems in scrub(storage, Pace()):
+        assert not problems
+
+
+def listed(storage):
+    assert all(line.status in ("committed", "unfinished") for line in read_listing(storage).steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look", [verified, scrubbed, listed])
+@pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])
+def test_a_save_at_any_instant_is_taken_for_no_damage(look, again):
+    """Retention takes the step before, or the step is replaced, between any two calls of whoever looks."""
+    root = ks.MemoryStorage()
+    state = ks.TrainState(model=torch.nn.Linear(3, 2))
+    tried = 0
+    with ks.Checkpointer(root, state, keep=ks.Keep(last=1), background="off") as checkpointer:
+        checkpointer.restore()
+
+        def save():
+            checkpointer.micro_step() if again else checkpointer.step()
+            checkpointer.save()
+
+        checkpointer.step()
+        checkpointer.save()
+        while looked_at(root, look, tried + 1, save):
+            tried += 1
+    print(f"{tried} instants")
+    assert tried > 5
