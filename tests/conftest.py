@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tests.helpers.ranks import RankPool
+from tests.helpers.servers import Server, gcs_server, moto_server, rclone_server
 
 pytest.register_assert_rewrite("keepstep.check.contract")
 
@@ -62,6 +63,34 @@ def rank_pool() -> Iterator[RankPool]:
     """``rank_pool(n)(fn, *args, timeout_s=60)``: results of ``fn(rank, *args)`` on n real ranks, kept warm."""
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Server]:
+    """An S3 server with everything but speed; see tests/helpers/servers.py."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_of_small_parts() -> Iterator[Server]:
+    """The same, with parts of a page and more."""
+    with moto_server(least_part_bytes=4096) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An S3 server on a folder, which overlooks conditions."""
+    with rclone_server(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[Server]:
+    """A server that speaks Google's protocol."""
+    with gcs_server() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from keepstep.state import Coordinates, TrainState, per_rank, sharded
     from keepstep.storage.local import LocalStorage
     from keepstep.storage.memory import MemoryStorage
+    from keepstep.storage.remote import RemoteStorage
 
 __all__ = [
     "Checkpoint",
@@ -43,6 +44,7 @@ __all__ = [
     "Pending",
     "Preempt",
     "Preempted",
+    "RemoteStorage",
     "Saved",
     "TrainState",
     "__version__",
@@ -69,6 +71,7 @@ _HOMES = {
     "Pending": "keepstep.checkpointer",
     "Preempt": "keepstep.checkpointer",
     "Preempted": "keepstep.errors",
+    "RemoteStorage": "keepstep.storage.remote",
     "Saved": "keepstep.checkpointer",
     "TrainState": "keepstep.state",
     "__version__": "keepstep.format.manifest",

@@ -147,9 +147,11 @@ def test_a_state_is_a_mapping_with_names(state, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("place", ["", "s3://bucket/run", "memory://x"])
-def test_a_place_is_a_path_or_a_storage(place):
-    with pytest.raises(ks.errors.UsageError, match="is not a path; pass a local path or a Storage"):
+@pytest.mark.parametrize(
+    ("place", "text"), [("", "'' is not a path; pass a path, a URL or a Storage"), ("nonsense://x", "nonsense://x")]
+)
+def test_a_place_is_a_path_a_url_or_a_storage(place, text):
+    with pytest.raises(ks.errors.UsageError, match=text):
         ks.save(place, {"x": 1})
 
 

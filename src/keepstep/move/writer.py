@@ -14,7 +14,7 @@ import numpy as np
 
 from keepstep.format.manifest import FileRecord, Receipt, file_name
 from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, seal_header
-from keepstep.move.arena import Arena
+from keepstep.move.arena import Arena, bases_of
 from keepstep.storage.base import Storage, Upload
 
 __all__ = ["WRITER_THREADS", "Chunk", "FileHead", "Origin", "ShardWriter"]
@@ -81,6 +81,8 @@ class ShardWriter:
             for head in heads:
                 name = file_name(head.folder, origin.rank, origin.save_id)
                 self._uploads.append(storage.create(name, len(head.header) + head.data_bytes))
+            if any(upload.in_order for upload in self._uploads):
+                self._begin_in_order()
         except BaseException:
             self.close()
             raise
@@ -114,7 +116,8 @@ class ShardWriter:
         for head, upload, digests in zip(self._heads, self._uploads, self._digests, strict=True):
             sealed = seal_header(head.header, digests)
             size = len(sealed) + head.data_bytes
-            upload.write_at(0, memoryview(sealed))
+            if not (upload.in_order and self._sealed):
+                upload.write_at(0, memoryview(sealed))
             upload.commit(size)
             files[head.folder] = FileRecord(self._origin.rank, size, head.data_bytes, f"{digest(sealed):016x}")
         return Receipt(self._origin.rank, self._origin.save_id, files)
@@ -127,6 +130,22 @@ class ShardWriter:
         self._threads.clear()
         for upload in self._uploads:
             upload.close()
+
+    def _begin_in_order(self) -> None:
+        """Files that go on their way from their beginning are given it first, where all data is there to make its digests.
+
+        (In a ring it is not: then the storage holds the file until its header comes.)
+        """
+        if not self._sealed and self._arena.free is not None:
+            return
+        bases, _ = bases_of([head.data_bytes for head in self._heads])
+        for head, digests, block, base in zip(self._heads, self._digests, self._blocks, bases, strict=True):
+            for index, at in enumerate(range(0, 0 if self._sealed else head.data_bytes, block)):
+                digests[index] = digest(self._arena.memory[base + at : base + min(at + block, head.data_bytes)])
+        self._sealed = True
+        for head, upload, digests in zip(self._heads, self._uploads, self._digests, strict=True):
+            if upload.in_order:
+                upload.write_at(0, memoryview(seal_header(head.header, digests)))
 
     def _write(self) -> None:
         """A writer thread. After a failure the rest is only given back, so that nobody waits for a free place."""

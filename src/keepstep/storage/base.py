@@ -42,7 +42,12 @@ class Closing(ABC):
 
 
 class Upload(Closing):
-    """A blob being written. Leaving the with-block without ``commit`` leaves nothing under the name."""
+    """A blob being written. Leaving the with-block without ``commit`` leaves nothing under the name.
+
+    ``in_order``: it goes on its way from its beginning to its end, so what comes before its turn is held in memory.
+    """
+
+    in_order: bool = False
 
     @abstractmethod
     def write_at(self, offset: int, data: Buffer) -> None:

@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from keepstep.errors import CorruptError, StorageError, UsageError
@@ -351,14 +352,21 @@ def _prune_empty(folder: Path, root: Path) -> None:
 
 
 def storage_of(place: Place) -> Storage:
-    """The storage for a path; a Storage is taken as it is.
+    """The storage for a path or a URL; a Storage is taken as it is.
 
     Raises:
-        UsageError: a URL whose scheme is not supported, an empty path, or a path that is a file.
+        UsageError: a URL that no library here can reach, an empty path, or a path that is a file.
     """
     if isinstance(place, Storage):
         return place
     text = os.fspath(place)
-    if not text or "://" in text:
-        raise UsageError(f"{text!r} is not a path; pass a local path or a Storage")
+    if not text:
+        raise UsageError(f"{text!r} is not a path; pass a path, a URL or a Storage")
+    if text.startswith("file://"):
+        # The disk as it is: better than any library that makes an object store of it.
+        return LocalStorage(text.removeprefix("file://"))
+    if "://" in text:
+        # Late, and by its name: it is built upon this module, and most runs never need it.
+        remote: Storage = import_module("keepstep.storage.remote").RemoteStorage(text)
+        return remote
     return LocalStorage(text)

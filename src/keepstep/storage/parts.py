@@ -1,0 +1,257 @@
+"""A blob on its way to a store that takes objects from the beginning to the end, in parts of one size.
+
+Writers come in any order, from several threads; a part is handed on when it is full and every one before it was. What is
+held in memory: the parts on their way (``AHEAD`` here, and as many more as the library sends at once), and what came before
+its turn. So whoever writes the beginning last has everything held until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from keepstep.errors import StorageError
+from keepstep.storage.base import Upload
+
+__all__ = ["PartLimits", "PartUpload", "Taker", "part_size"]
+
+AHEAD = 2
+ROUND_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PartLimits:
+    """What a store takes: at most so many parts of an object, each but the last one between these sizes.
+
+    ``usual_bytes`` is the size that is taken where nothing demands a larger one.
+    """
+
+    most_parts: int = 10_000
+    usual_bytes: int = 8 << 20
+    least_bytes: int = 5 << 20
+    most_bytes: int = 5 << 30
+
+
+def part_size(size_bytes: int, limits: PartLimits, name: str) -> int:
+    """The size of the parts of an object of this size, known from the start: a part that was sent cannot grow.
+
+    Raises:
+        StorageError: no size would do; says which limit stands in the way.
+    """
+    needed = -(-size_bytes // limits.most_parts)
+    if needed > limits.most_bytes:
+        raise too_many_parts(name, size_bytes, limits.most_bytes, limits)
+    usual = max(limits.usual_bytes, limits.least_bytes)
+    return usual if needed <= usual else min(-(-needed // ROUND_BYTES) * ROUND_BYTES, limits.most_bytes)
+
+
+def too_many_parts(name: str, size_bytes: int, part_bytes: int, limits: PartLimits) -> StorageError:
+    """The error for an object that would need more parts than the store takes."""
+    text = (
+        f"{size_bytes:,} bytes are more than the store takes of one object: {limits.most_parts:,} parts of"
+        f" {part_bytes:,} bytes"
+    )
+    return StorageError("create", name, OSError(errno.EFBIG, text))
+
+
+class Taker(ABC):
+    """Where an upload goes. Both methods may be called from any thread, and raise a StorageError when it is not there."""
+
+    @abstractmethod
+    def take_whole(self, name: str, data: memoryview) -> None:
+        """One object in one request."""
+
+    @abstractmethod
+    def take_parts(self, name: str, parts: Iterator[memoryview], part_bytes: int) -> None:
+        """One object from parts, in their order. Nothing is left when ``parts`` raises."""
+
+
+class _GivenUpError(Exception):
+    """The upload was closed without a commit."""
+
+
+class _Part:
+    """Part of the blob: its bytes, and which of them were written."""
+
+    __slots__ = ("data", "written")
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(size)
+        self.written: list[tuple[int, int]] = []
+
+    def note(self, start: int, stop: int) -> None:
+        """[start, stop) was written."""
+        apart = []
+        for low, high in self.written:
+            if low > stop or high < start:
+                apart.append((low, high))
+            else:
+                start, stop = min(low, start), max(high, stop)
+        self.written = [*apart, (start, stop)]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every byte was written."""
+        return self.written == [(0, len(self.data))]
+
+
+class PartUpload(Upload):
+    """See the module. Parts are sent while it is written; what lies beyond the announced size waits for ``commit``."""
+
+    in_order = True
+
+    def __init__(self, taker: Taker, name: str, size_hint_bytes: int, limits: PartLimits) -> None:
+        self._taker = taker
+        self._name = name
+        self._limits = limits
+        self._part_bytes = part_size(size_hint_bytes, limits, name)
+        # A part that ends beyond what was announced may have to be cut.
+        self._whole_parts = size_hint_bytes // self._part_bytes
+        self._parts: dict[int, _Part] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+        self._handing = threading.Lock()
+        self._stream: _Stream | None = None
+        self._over = False
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Copies into parts, and waits when those on their way are too many."""
+        size, done = self._part_bytes, 0
+        last = (offset + max(len(data), 1) - 1) // size
+        if last >= self._limits.most_parts:
+            raise too_many_parts(self._name, offset + len(data), size, self._limits)
+        while done < len(data):
+            index, start = divmod(offset + done, size)
+            stop = min(size, start + len(data) - done)
+            with self._lock:
+                if index < self._next:
+                    text = f"byte {offset + done:,} was sent already; bytes are written once"
+                    raise StorageError("write", self._name, OSError(errno.EINVAL, text))
+                part = self._parts.get(index)
+                if part is None:
+                    part = self._parts[index] = _Part(size)
+            part.data[start:stop] = data[done : done + stop - start]
+            with self._lock:
+                part.note(start, stop)
+            done += stop - start
+        self._hand_on()
+
+    def commit(self, size_bytes: int) -> None:
+        """Sends what is left; what was never written is zero. The object is there when this returns."""
+        if self._over:
+            raise StorageError("commit", self._name, OSError(errno.EINVAL, "it is committed or closed already"))
+        if size_bytes < self._next * self._part_bytes:
+            text = (
+                f"{self._next * self._part_bytes:,} bytes were sent already, more than the {size_bytes:,} it is to have"
+            )
+            raise StorageError("commit", self._name, OSError(errno.EINVAL, text))
+        if -(-size_bytes // self._part_bytes) > self._limits.most_parts:
+            raise too_many_parts(self._name, size_bytes, self._part_bytes, self._limits)
+        if self._stream is None and size_bytes <= self._part_bytes:
+            self._taker.take_whole(self._name, self._rest(0, size_bytes))
+        else:
+            stream = self._streaming()
+            for index in range(self._next, -(-size_bytes // self._part_bytes)):
+                stream.hand(self._rest(index, size_bytes))
+            stream.finish()
+        self._over = True
+        self._parts.clear()
+
+    def close(self) -> None:
+        """Gives up what was not committed: the store forgets the parts it has."""
+        if not self._over:
+            self._over = True
+            if self._stream is not None:
+                self._stream.give_up()
+        self._parts.clear()
+
+    def _rest(self, index: int, size_bytes: int) -> memoryview:
+        """The bytes of a part of a blob that has this size."""
+        wanted = min(self._part_bytes, size_bytes - index * self._part_bytes)
+        part = self._parts.pop(index, None)
+        return memoryview(part.data if part is not None else bytes(wanted))[:wanted]
+
+    def _hand_on(self) -> None:
+        # One thread hands on at a time, so that parts stay in their order; the others wait here instead of writing more.
+        with self._handing:
+            while True:
+                with self._lock:
+                    part = self._parts.get(self._next)
+                    if part is None or not part.is_full or self._next >= self._whole_parts or self._over:
+                        return
+                    del self._parts[self._next]
+                    self._next += 1
+                self._streaming().hand(memoryview(part.data))
+
+    def _streaming(self) -> _Stream:
+        if self._stream is None:
+            self._stream = _Stream(self._taker, self._name, self._part_bytes)
+        return self._stream
+
+
+class _Stream(Iterator[memoryview]):
+    """The parts as the library takes them, one after another, on a thread of their own."""
+
+    def __init__(self, taker: Taker, name: str, part_bytes: int) -> None:
+        self._taker = taker
+        self._name = name
+        self._part_bytes = part_bytes
+        self._waiting: deque[memoryview] = deque()
+        self._changed = threading.Condition()
+        self._ended = self._given_up = False
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._send, name="keepstep-upload", daemon=True)
+        self._thread.start()
+
+    def hand(self, part: memoryview) -> None:
+        """Adds a part; waits until there is room for it. Raises what has gone wrong meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < AHEAD or self._failed is not None)
+            if self._failed is not None:
+                raise self._failed
+            self._waiting.append(part)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """No part comes any more. The object is there when this returns."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+    def give_up(self) -> None:
+        """The object is not to be. Waits until the store has heard of it, or cannot be told."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __next__(self) -> memoryview:
+        """The next part, as soon as it comes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended or self._given_up)
+            if self._given_up:
+                raise _GivenUpError
+            if not self._waiting:
+                raise StopIteration
+            part = self._waiting.popleft()
+            self._changed.notify_all()
+            return part
+
+    def _send(self) -> None:
+        with contextlib.suppress(_GivenUpError):
+            try:
+                self._taker.take_parts(self._name, self, self._part_bytes)
+            except _GivenUpError:
+                raise
+            except Exception as err:  # noqa: BLE001  thread entry: raised by whoever hands on or finishes
+                with self._changed:
+                    self._failed = err
+                    self._changed.notify_all()

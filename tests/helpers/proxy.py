@@ -1,0 +1,174 @@
+"""A bad network in front of a good server: an HTTP proxy that fails the requests it is told to, in the way it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
+
+# What may become of a request. Before the server has heard of it:
+DROP = "drop"  # the connection is closed
+STALL = "stall"  # nothing happens until the client gives up
+# After the server has done what it was asked for:
+LOST = "lost"  # the connection is closed in place of an answer
+RESET = "reset"  # the same, and hard
+CUT = "cut"  # half of the body comes, then the connection is closed
+SHORT = "short"  # half of the body comes, and is said to be all
+ALL = (DROP, LOST, RESET, CUT, SHORT, 503, 500, 429)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the proxy sees it. ``number`` counts all of them, from 0."""
+
+    number: int
+    method: str
+    path: str
+    length: int
+    headers: dict[str, str]
+
+
+Fault = str | int | tuple[int, bytes] | None
+"""One of the words above; a status; a status and a body; None for a request that goes well."""
+
+
+@dataclass
+class Proxy:
+    """``fault`` decides about each request. ``asked`` and ``done`` tell what came, and what became of it."""
+
+    endpoint: str
+    fault: Callable[[Asked], Fault] = field(default=lambda asked: None)
+    asked: list[Asked] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def meet(self, method: str, path: str, length: int, headers: dict[str, str]) -> Fault:
+        with self.lock:
+            asked = Asked(len(self.asked), method, path, length, headers)
+            self.asked.append(asked)
+            fault = self.fault(asked)
+            self.done[str(fault[0] if isinstance(fault, tuple) else fault or "well")] += 1
+            return fault
+
+
+def at_random(rate: float, seed: int, kinds: tuple[Fault, ...] = ALL) -> Callable[[Asked], Fault]:
+    """Fails so many of the requests, each in some way."""
+    print(f"faults: {rate:.0%} of requests, seed {seed}")
+    dice = random.Random(seed)
+    return lambda asked: dice.choice(kinds) if dice.random() < rate else None
+
+
+@contextlib.contextmanager
+def proxy_before(address: tuple[str, int]) -> Iterator[Proxy]:
+    """A proxy in front of the server at this address."""
+    proxy = Proxy("")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_args):
+            pass
+
+        def work(self):
+            length = int(self.headers.get("Content-Length") or 0)
+            fault = proxy.meet(self.command, self.path, length, dict(self.headers))
+            if fault == DROP:
+                hang_up(self)
+                return
+            try:
+                body = self.rfile.read(length)
+            except OSError:
+                hang_up(self)
+                return
+            if fault == STALL:
+                self.connection.settimeout(0.05)
+                while not proxy.over.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        if not self.connection.recv(1):
+                            break
+                hang_up(self)
+                return
+            if isinstance(fault, int | tuple):
+                status, said = fault if isinstance(fault, tuple) else (fault, b"")
+                answer(self, status, [("Content-Type", "application/xml")], said)
+                return
+            status, headers, said = forward(self, body)
+            if fault in (LOST, RESET):
+                hang_up(self, hard=fault == RESET)
+                return
+            if fault in (CUT, SHORT) and said:
+                half = said[: len(said) // 2]
+                answer(self, status, headers, half, len(said) if fault == CUT else len(half))
+                hang_up(self)
+                return
+            answer(self, status, headers, said)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = work
+
+    def forward(handler, body):
+        to = http.client.HTTPConnection(*address, timeout=60)
+        try:
+            headers = {key: value for key, value in handler.headers.items() if key.lower() not in HOP}
+            to.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
+            for key, value in headers.items():
+                to.putheader(key, value)
+            to.endheaders(body)
+            got = to.getresponse()
+            length = got.headers.get("Content-Length", "0")
+            said = b"" if handler.command == "HEAD" else got.read()
+            kept = [(k, v) for k, v in got.getheaders() if k.lower() not in HOP | {"content-length", "date", "server"}]
+            if handler.command == "HEAD":
+                kept.append(("Content-Length", length))
+            return got.status, kept, said
+        finally:
+            to.close()
+
+    def answer(handler, status, headers, said, length=None):
+        handler.send_response(status)
+        for key, value in headers:
+            handler.send_header(key, value)
+        if handler.command != "HEAD":
+            handler.send_header("Content-Length", str(len(said) if length is None else length))
+        with contextlib.suppress(OSError):
+            handler.end_headers()
+            if handler.command != "HEAD":
+                handler.wfile.write(said)
+
+    def hang_up(handler, *, hard=False):
+        handler.close_connection = True
+        with contextlib.suppress(OSError):
+            if hard:
+                handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                handler.connection.close()
+            else:
+                handler.connection.shutdown(socket.SHUT_RDWR)
+
+    class Serving(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+
+        def handle_error(self, request, client_address):
+            # A client that has hung up is what half of the tests want.
+            pass
+
+    server = Serving(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield proxy
+    finally:
+        proxy.over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
