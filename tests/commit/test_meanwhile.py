@@ -11,10 +11,11 @@ from keepstep.checkpointer.loading import found_manifest
 from keepstep.cli.listing import read_listing
 from keepstep.commit.catalog import read_catalog, read_manifest, step_storage
 from keepstep.commit.conclude import Order, tidy
-from keepstep.commit.publish import new_incarnation
+from keepstep.commit.publish import commit_step, new_incarnation
 from keepstep.commit.retention import Keep, sweep_failed
 from keepstep.commit.weights import drop_optimizers
-from keepstep.format.manifest import parse_manifest, step_name
+from keepstep.errors import CorruptError
+from keepstep.format.manifest import Receipt, parse_manifest, step_name
 from tests.helpers.storages import Watched
 
 
@@ -125,6 +126,24 @@ def test_a_start_that_restores_once_more_leaves_its_own_attempts_alone(run):
         assert name in names_in(run)
     save(run)
     assert name not in names_in(run)
+
+
+def test_a_commit_that_took_too_long_does_not_take_away_what_is_there_by_now(run, monkeypatch):
+    """Its files were swept by a later start, which has saved the same step by the time the storage answers."""
+    place = step_storage(run, 3)
+    manifest = read_manifest(place)
+    receipts = [Receipt(0, manifest.save_id, {folder: each[0] for folder, each in manifest.files.items()})]
+    monkeypatch.setattr("keepstep.commit.publish.OVERTAKEN_S", -1.0)
+
+    def replace():
+        save(run, 3, back_to=2)
+
+    place.delete([".metadata"])
+    slow = step_storage(Watched(run, Meanwhile("list", step_name(3), replace)), 3)
+    with pytest.raises(CorruptError, match="given up"):
+        commit_step(slow, manifest, receipts, replace=False, run=None, leftovers=())
+    newest = read_catalog(run).steps[0]
+    assert (newest.step, newest.incarnation) == (3, 2)
 
 
 # --- whoever looks while steps come and go sees what is there ----------------------------------------------------------

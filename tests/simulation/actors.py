@@ -465,7 +465,7 @@ class Trainer:
 
     def _stage(self, background: Any, submit: Submit, place: Storage, pending: Pending) -> None:
         try:
-            self.world.sleep(self.world.rng.random() * 0.1)
+            self.world.sleep(self.world.rng.random() * self.world.rng.choice((0.1, 0.1, 0.1, 1.2)))
             if (
                 self.job.staging_fails == submit.write.step // STEPS
                 and not self.failed

@@ -93,7 +93,8 @@ class SharedStorage(Storage):
         starts = operation == "put_new" and name.startswith(publish.INCARNATIONS)
         if starts:
             actor.looked = False
-        fault = world.breath(name)
+        changes = operation in ("put", "delete", "commit", "create")
+        fault = world.breath(name, changes=changes)
         if fault is None:
             world.pause(world.lag())
         elif fault.kind in ("crash", "power"):
@@ -126,12 +127,12 @@ class SharedStorage(Storage):
 
     def _die(self, fault: sim.Fault, operation: str, name: str, effect: Callable[[], Any]) -> None:
         """The caller dies within the call: it had its effect, will have it, or never has."""
-        world, who, looked = self._world, self._world.me().process.name, self._world.me().looked
+        world, who = self._world, self._world.me().process.name
         world.note(f"{operation} …", name)
         world.strike(fault)
         if fault.how == "now":
             self._have_late(operation, name, effect, who)
-        elif fault.how == "later" and not looked and operation in ("put", "delete", "commit", "create"):
+        elif fault.how == "later":
             self.under_way += 1
             world.at(world.rng.random() * 3.0, lambda: self._have_late(operation, name, effect, f"{who} (dead)", 1))
         elif operation in ("put", "put_new"):

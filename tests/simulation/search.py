@@ -86,8 +86,8 @@ def _job(rng: random.Random) -> Job:
         rollback=rng.random() < 0.25,
         back=rng.random() < 0.15,
         abandoned=rng.random() < 0.2,
-        again=rng.random() < 0.2,
-        staging_fails=rng.choice((-1, -1, -1, 1, 2)),
+        again=rng.random() < 0.35,
+        staging_fails=rng.choice((-1, -1, 1, 2)),
     )
 
 

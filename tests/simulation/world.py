@@ -233,7 +233,7 @@ class World:
         self.broken = self.broken or Violation(kind, text)
         raise self.broken
 
-    def breath(self, name: str | None = None) -> Fault | None:
+    def breath(self, name: str | None = None, *, changes: bool = False) -> Fault | None:
         """Counts a storage call (about a name) or a message; the fault that is due now. Who dies or freezes does so here."""
         process = self.me().process
         process.breaths += 1
@@ -241,6 +241,10 @@ class World:
             return None
         fault = process.faults[0]
         if fault.on and not (name or "").endswith(fault.on):
+            return None
+        if fault.how == "later" and (not changes or self.me().looked):
+            # A call that has its effect after its caller's death has to be one that has an effect. What follows a look for
+            # a later start is not put off, see below.
             return None
         if fault.kind in ("slow", "fail") or (name is not None and fault.kind in ("crash", "power")):
             if name is None:

@@ -126,10 +126,12 @@ def commit_step(
         if not shown:
             raise failed or StepExistsError(f"{storage.url} is already committed; it was left as it is")
         # This attempt's own manifest. That it is seen does not mean that it is durable; that it is put once more does.
-        storage.put(MANIFEST_NAME, data)
+        # (A later start makes durable what it finds, and may have put one of its own in this place.)
+        if run is None or not is_overtaken(run, manifest.lineage.incarnation):
+            storage.put(MANIFEST_NAME, data)
     reach("published")
     if time.monotonic() - began > OVERTAKEN_S:
-        _check_not_overtaken(storage, manifest)
+        _check_not_overtaken(storage, manifest, data)
     if leftovers:
         _drop(storage, data, leftovers)
     return manifest, f"{digest(data):016x}"
@@ -166,17 +168,18 @@ def _drop(storage: Storage, data: bytes, leftovers: Sequence[str]) -> None:
     )
 
 
-def _check_not_overtaken(storage: Storage, manifest: Manifest) -> None:
+def _check_not_overtaken(storage: Storage, manifest: Manifest, data: bytes) -> None:
     """After a storage that took long: whoever gave this attempt up meanwhile may have removed its files.
 
     Raises:
-        CorruptError: some are gone; the manifest has gone after them, so the step does not exist.
+        CorruptError: some are gone; the manifest has gone after them, unless there is another one by now.
     """
     there = {name for name, _ in storage.list("")}
     names = [manifest.file_name(folder, record.rank) for folder, each in manifest.files.items() for record in each]
     lost = [name for name in names if name not in there]
     if lost:
-        storage.delete([MANIFEST_NAME])
+        if _is_in_place(storage, data):
+            storage.delete([MANIFEST_NAME])
         raise CorruptError(
             f"step {manifest.step} was not committed: the storage took so long that the attempt was given up, and"
             f" {len(lost)} of its files were removed"
