@@ -14,7 +14,7 @@ help:
 	@echo "make test    everything: make check, then the slow, multi-process and GPU tests"
 	@echo "make check   format, lint, types, architecture, fast tests (under 90 s)"
 	@echo "make bench   the benchmarks, against torch.save, DCP and others (QUICK=1: small sizes, minutes)"
-	@echo "make soak    the example stopped, killed 20 times, damaged and moved to other ranks (a quarter of an hour)"
+	@echo "make soak    thousands of deaths at random, then the example stopped, killed, damaged and moved (an hour and more)"
 	@echo "make cases   which of the numbered cases have a test, and which have not"
 	@echo "make clean   remove .venv and caches"
 

@@ -21,9 +21,12 @@ from tests.helpers.mounts import in_namespace, may, mount
 from tests.ranks.calls import attempt
 
 MIB = 1 << 20
-needs_mount = pytest.mark.skipif(
-    not may("mount -t tmpfs -o size=1m none /mnt"), reason="needs the right to mount, as root or in a user namespace"
-)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _may_mount():
+    if not may("mount -t tmpfs -o size=1m none /mnt"):
+        pytest.skip("needs the right to mount, as root or in a user namespace")
 
 
 def run_of(step=0):
@@ -100,7 +103,6 @@ def filled_up(folder, background):
     return outcomes, after, free, found
 
 
-@needs_mount
 @pytest.mark.case(76)
 @pytest.mark.case(92)
 @pytest.mark.slow
@@ -135,7 +137,6 @@ def little_room(folder, keep, rounds):
     return outcomes, steps_in(root), newest(root), [str(warning.message) for warning in caught]
 
 
-@needs_mount
 @pytest.mark.case(79)
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [Keep(last=1), Keep(last=2), Keep(last=None, min_free_bytes=2 * MIB)], ids=str)
@@ -180,7 +181,6 @@ def no_room_at_all(folder):
     return (stripped.exit_code, stripped.output), between, (removed.exit_code, removed.output), after, newest(root)
 
 
-@needs_mount
 @pytest.mark.slow
 def test_steps_can_be_removed_without_any_room(rank_pool, tmp_path):
     (tmp_path / "disk").mkdir()

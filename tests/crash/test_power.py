@@ -36,17 +36,13 @@ COPIES = 24
 OPTIONS = "loop,noauto_da_alloc,commit=300"
 """As strict as ext4 gets: no help for programs that forget to sync before a rename, no commit of its own meanwhile."""
 
-needs_loop = pytest.mark.skipif(
-    os.getuid() != 0
-    or shutil.which("mkfs.ext4") is None
-    or not may(
-        "dd if=/dev/zero of=/tmp/keepstep-try.img bs=1M count=0 seek=8 2>/dev/null",
-        "mkfs.ext4 -q -F /tmp/keepstep-try.img",
-        "mount -o loop /tmp/keepstep-try.img /mnt",
-        "rm /tmp/keepstep-try.img",
-    ),
-    reason="needs root, a loop device and mkfs.ext4",
-)
+
+@pytest.fixture(autouse=True, scope="module")
+def _may_mount_images():
+    image = f"/tmp/keepstep-{os.getpid()}.img"
+    tried = (f"truncate -s 8M {image}", f"mkfs.ext4 -q -F {image}", f"mount -o loop {image} /mnt", f"rm {image}")
+    if os.getuid() != 0 or not may(*tried):
+        pytest.skip("needs root, a loop device and mkfs.ext4")
 
 
 def keep_saving(root, notes, background):
@@ -165,7 +161,6 @@ def power_cuts(work, copies, seed, background, plant):
     return found, ""
 
 
-@needs_loop
 @pytest.mark.case(72)
 @pytest.mark.slow
 @pytest.mark.timeout(200 * TIMES)
@@ -180,7 +175,6 @@ def test_a_power_cut_at_any_moment(rank_pool, background):
     assert found[-1][0] > found[0][0]
 
 
-@needs_loop
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", ["files", "everything"])
 def test_what_is_not_synced_is_found_by_a_power_cut(rank_pool, plant):

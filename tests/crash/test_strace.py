@@ -37,7 +37,10 @@ def can_trace() -> bool:
     return "INJECTED" in subprocess.run(asked, capture_output=True, text=True, check=False).stderr
 
 
-needs_strace = pytest.mark.skipif(not can_trace(), reason="needs strace, and the right to use it")
+@pytest.fixture(autouse=True, scope="module")
+def _may_trace():
+    if not can_trace():
+        pytest.skip("needs strace, and the right to use it")
 
 
 def state_at(step):
@@ -195,7 +198,6 @@ def checked(work, ended, outcomes, *, killed):
     return THIRD if first.kind == "ok" else SECOND
 
 
-@needs_strace
 @pytest.mark.case(72)
 @pytest.mark.case(76)
 @pytest.mark.slow
