@@ -1,6 +1,7 @@
 """How much of keepstep a reader meets who follows one small tensor through ``save`` and ``load``.
 
-Counted are Python functions of keepstep that really run, on any thread, except those of ``errors``, ``timeline`` and ``failpoints``:
+Counted are Python functions of keepstep that really run, on any thread, except those of ``errors``, ``timeline`` and
+``failpoints``:
 
 - files: how many of them hold these functions,
 - functions: how many different ones,
