@@ -96,11 +96,12 @@ def test_a_manifest_comes_back():
     }
 
 
-def test_it_is_json_with_a_field_a_line():
-    lines = pack_manifest(sample()).decode().splitlines()
-    assert [line.split(":")[0] for line in lines[1:-1]] == [
-        f'"{name}"' for name in (*Manifest.__struct_fields__, "digest")
-    ]
+@pytest.mark.parametrize("dropped", [(), ("o",)])
+def test_it_is_json_with_a_field_a_line(dropped):
+    """What was let go has a line only where there is something."""
+    lines = pack_manifest(sample(dropped=dropped)).decode().splitlines()
+    expected = [name for name in (*Manifest.__struct_fields__, "digest") if name != "dropped" or dropped]
+    assert [line.split(":")[0] for line in lines[1:-1]] == [f'"{name}"' for name in expected]
 
 
 def test_the_head_is_read_from_the_beginning_alone():
