@@ -20,7 +20,7 @@ from keepstep.commit.catalog import read_catalog
 from keepstep.commit.conclude import Order, tidy
 from keepstep.commit.publish import commit_step, point_latest
 from keepstep.commit.records import RankTimes, SaveRecord, append_record, now_text, tails_of
-from keepstep.errors import AgentError, CommitTimeoutError, MismatchError
+from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, MismatchError, StorageError
 from keepstep.format.failure import Failure, failure_of, failure_on
 from keepstep.format.manifest import Manifest, Receipt
 from keepstep.storage.base import Storage
@@ -173,6 +173,10 @@ class Board:
             failure, manifest, digest = self._decide(attempt)
         except Exception as err:  # noqa: BLE001  thread entry: whatever it was, every rank hears of it
             failure = failure_of(err)
+            if failure.code in (CheckpointError.code, StorageError.code):
+                # Such an error speaks of one process, and does not say of which: it is the coordinator's.
+                what = f"the commit of step {attempt.begin.step} failed; only committed steps exist"
+                failure = failure_on(what, {0: failure}, attempt.begin.world)
         if failure is not None and attempt.run is not None:
             failure = msgspec.structs.replace(failure, text=failure.text + _newest(attempt.run))
         root = attempt.place.root if attempt.place is not None else None

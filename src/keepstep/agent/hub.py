@@ -30,7 +30,7 @@ from keepstep.storage.base import Storage
 __all__ = ["Hub"]
 
 MOST_RANKS = 1 << 20
-PATIENCE_S = 2.0
+PATIENCE_S = 1.5
 """How much longer than the coordinator's own deadline its decision may take to come here."""
 _log = logging.getLogger("keepstep")
 
@@ -239,7 +239,7 @@ class Hub:
         link = self._links.get(join.coordinator)
         try:
             if link is None:
-                raise AgentError("the coordinator's agent is gone")
+                raise AgentError("the coordinator's agent is gone: that of rank 0")
             link.send(message)
         except AgentError as err:
             self._lost((part.begin.attempt,), str(err))
@@ -289,8 +289,8 @@ class Hub:
 
     def _late(self, begin: Begin) -> None:
         text = (
-            f"save of step {begin.step}: the coordinator's agent has said nothing for {begin.deadline_s:g} s. Whether the"
-            " step was committed is not known here; only committed steps exist"
+            f"save of step {begin.step}: the coordinator's agent has said nothing for {begin.deadline_s:g} s; it is that of"
+            " rank 0. Whether the step was committed is not known here; only committed steps exist"
         )
         self._hear(Decided(begin.attempt, failure_of(CommitTimeoutError(text, (0,)))))
         if (link := self._links.get(begin.join.coordinator)) is not None:

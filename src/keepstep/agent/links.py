@@ -144,7 +144,7 @@ class Link:
         """
         with self._sending:
             if not self.alive:
-                raise AgentError("the coordinator's agent is gone")
+                raise AgentError("the coordinator's agent is gone: that of rank 0")
             if isinstance(message, Begin):
                 self.attempts.add(message.attempt)
             try:
@@ -153,7 +153,7 @@ class Link:
                 # Half a frame may be on its way: nothing can follow it.
                 self.alive = False
                 _hang_up(self._connection)
-                raise AgentError(f"the coordinator's agent cannot be reached: {err}") from err
+                raise AgentError(f"the coordinator's agent cannot be reached, that of rank 0: {err}") from err
 
     def close(self) -> None:
         """Hangs up."""
@@ -165,7 +165,7 @@ class Link:
             try:
                 message, _ = recv_frame(self._connection, BetweenAgents)
             except EOFError as gone:
-                why = f"the coordinator's agent is gone ({gone})"
+                why = f"the coordinator's agent is gone ({gone}): that of rank 0"
             else:
                 if isinstance(message, Decided):
                     self.attempts.discard(message.attempt)
@@ -210,7 +210,8 @@ def _call(addresses: Sequence[tuple[str, int]], secret: str) -> socket.socket:
         except (OSError, EOFError) as err:
             problems.append(f"{address[0]}:{address[1]}: {err}")
         connection.close()
-    raise AgentError("the coordinator's agent cannot be reached: " + "; ".join(problems or ["it has no address"]))
+    why = "; ".join(problems or ["it has no address"])
+    raise AgentError(f"the coordinator's agent cannot be reached, that of rank 0: {why}")
 
 
 def _keep_alive(connection: socket.socket) -> None:
