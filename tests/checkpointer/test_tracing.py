@@ -47,8 +47,8 @@ def test_every_step_is_written_with_what_it_was_given_and_what_came_of_it(tmp_pa
     assert (seen.began.world, seen.began.incarnation, seen.began.step, seen.began.restored) == (1, 1, 0, False)
     first, second = seen.steps
     assert (first.step, first.samples, first.batch, first.loss) == (1, (3, 1), None, float(torch.tensor(0.1)).hex())
-    assert (first.norm, first.metrics["grad_norm"]) == (2.5.hex(), 2.5.hex())
-    assert (second.samples, second.loss) == (None, 0.3.hex())
+    assert (first.norm, first.metrics["grad_norm"]) == ((2.5).hex(), (2.5).hex())
+    assert (second.samples, second.loss) == (None, (0.3).hex())
     assert len(second.batch) == 16
     assert first.lr == {"optimizer": (state["optimizer"].param_groups[0]["lr"].hex(),)}
     assert {"model", "optimizer", "progress", "rng/torch", "rng/python", "rng/numpy"} <= first.parts.keys()
