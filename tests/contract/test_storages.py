@@ -134,6 +134,7 @@ class TestFsspecMemory(StorageContract):
         return RemoteStorage(f"memory://{secrets.token_hex(4)}/run")
 
 
+@pytest.mark.slow
 class TestFsspecFiles(StorageContract):
     """A file system that moves files, as those behind a login do."""
 

@@ -75,6 +75,8 @@ def proxy_before(address: tuple[str, int]) -> Iterator[Proxy]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Head and body are two segments: the second would wait for an acknowledgement that is put off.
+        disable_nagle_algorithm = True
 
         def log_message(self, *_args):
             pass

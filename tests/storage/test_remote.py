@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import secrets
 import threading
 
+import fsspec
 import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
 
 import keepstep as ks
 from keepstep.errors import StorageError, UsageError
@@ -172,9 +177,9 @@ def test_what_was_sent_is_not_written_again(storage, uploads):
     with pytest.raises(StorageError, match=r"byte 0 was sent already"), storage.create("a/x", len(data)) as upload:
         upload.write_at(0, data)
         upload.write_at(0, data[:10])
-    with pytest.raises(StorageError, match=r"49,152 bytes were sent already, more than the 100"):
-        with storage.create("a/x", len(data)) as upload:
-            upload.write_at(0, data)
+    with storage.create("a/x", len(data)) as upload:
+        upload.write_at(0, data)
+        with pytest.raises(StorageError, match=r"49,152 bytes were sent already, more than the 100"):
             upload.commit(100)
     assert list(storage.list("")) == []
     assert uploads() == []
@@ -335,6 +340,89 @@ def test_urls_that_cannot_be_used():
         RemoteStorage("s3://bucket/run", options={"nonsense": 1})
     with pytest.raises(UsageError, match="library='boto'"):
         RemoteStorage("s3://bucket/run", library="boto")
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_told_and_does_not_wait_for_ever(storage, moto):
+    """The threads that do the work are the parent's: the child is refused, with its old storage and with a new one."""
+    storage.put("a", b"x")
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for act in (lambda: storage.put("b", b"x"), lambda: RemoteStorage("s3://faults/x", options=moto.options())):
+            try:
+                act()
+            except UsageError as err:
+                refused += "forked" in str(err)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert dict(storage.list("")) == {"a": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.case(154)
+def test_an_object_may_be_larger_than_a_request(moto_of_small_parts, bucket, proxy):
+    """A store that takes no more than so much in one request: a save of many times that is one object, in parts."""
+    limit = 64 * PAGE
+    proxy.fault = lambda asked: (413, b"<Error><Code>EntityTooLarge</Code></Error>") if asked.length > limit else None
+    options = moto_of_small_parts.options(proxy.endpoint)
+    root = f"s3://{bucket}/{secrets.token_hex(4)}"
+    small = RemoteStorage(root, options=options, patience=QUICK, limits=PartLimits(usual_bytes=limit, least_bytes=PAGE))
+    state = {"model": {"w": torch.arange(20 * limit // 4, dtype=torch.int32)}, "n": 5}
+    with pytest.raises(StorageError, match="larger than the store takes in one request"):
+        ks.save(RemoteStorage(f"{root}/whole", options=options, patience=QUICK), state)
+    proxy.asked.clear()
+    ks.save(small, state)
+    target = {"model": {"w": torch.zeros_like(state["model"]["w"])}, "n": 0}
+    ks.load(small, target)
+    assert torch.equal(target["model"]["w"], state["model"]["w"])
+    assert max(dict(small.list("")).values()) > 20 * limit
+    assert max(asked.length for asked in proxy.asked) <= limit
+
+
+class NoDescriptor(LocalFileSystem):
+    """A file system whose files look like files and have no descriptor."""
+
+    protocol = "nodescriptor"
+
+    def _open(self, path, mode="rb", **kwargs):
+        return Wrapped(super()._open(path, mode=mode, **kwargs))
+
+
+class Wrapped:
+    def __init__(self, file):
+        self.file = file
+
+    def __getattr__(self, name):
+        if name in ("fsync", "commit", "discard"):
+            raise AttributeError(name)
+        return getattr(self.file, name)
+
+    def fileno(self):
+        raise io.UnsupportedOperation("fileno")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+@pytest.mark.slow
+@pytest.mark.case(148)
+def test_files_without_a_descriptor_are_written_and_those_on_disk_are_synced(tmp_path, monkeypatch):
+    fsspec.register_implementation("nodescriptor", NoDescriptor, clobber=True)
+    state, synced, fsync = {"w": torch.arange(1000), "n": 3}, [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync(descriptor))
+    ks.save(f"nodescriptor://{tmp_path}/remote", state)
+    assert not synced
+    ks.save(tmp_path / "local", state)
+    assert len(synced) >= 3
+    for place in (f"nodescriptor://{tmp_path}/remote", tmp_path / "local"):
+        target = {"w": torch.zeros(1000, dtype=torch.int64), "n": 0}
+        ks.load(place, target)
+        assert torch.equal(target["w"], state["w"])
+        assert target["n"] == 3
 
 
 def test_a_file_url_is_the_disk(tmp_path):

@@ -70,10 +70,12 @@ def listener_at(path: Path) -> int:
 
 
 def agent_log(root: str, *, make: bool = True) -> Path:
-    """The agent's log, beside the run; in the private folder when the run's folder cannot be written.
+    """The agent's log, beside the run; in the private folder when the run's folder cannot be written, or is a URL.
 
     With ``make`` a run's folder that is missing is made, for whoever is about to write there.
     """
+    if "://" in root:
+        return runtime_folder() / f"{_mark(root)}.log"
     folder = Path(root)
     with contextlib.suppress(OSError):
         if make:
@@ -175,7 +177,8 @@ os.register_at_fork(after_in_child=Owner.forget)
 
 
 def _mark(root: str) -> str:
-    return f"{_network()}-{hashlib.blake2s(os.path.realpath(root).encode(), digest_size=8).hexdigest()}"
+    place = root if "://" in root else os.path.realpath(root)
+    return f"{_network()}-{hashlib.blake2s(place.encode(), digest_size=8).hexdigest()}"
 
 
 def _network() -> str:

@@ -7,6 +7,7 @@ trainer. It leaves by itself when no trainer is connected, nothing is left to do
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import logging.handlers
 import os
@@ -19,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from keepstep.agent.board import Place, memory_bytes
 from keepstep.agent.hub import Hub
@@ -50,8 +50,8 @@ from keepstep.errors import AgentError, CheckpointError, StagingError, UsageErro
 from keepstep.format.failure import failure_of
 from keepstep.format.shardfile import block_size
 from keepstep.move.arena import Arena, bases_of, check_budget, shared_memory
-from keepstep.storage.base import Subfolder
-from keepstep.storage.local import LocalStorage
+from keepstep.storage.base import Storage, Subfolder
+from keepstep.storage.local import LocalStorage, storage_of
 
 __all__ = ["Agent", "main"]
 
@@ -94,6 +94,8 @@ class Agent:
         self._linger_s = linger_s
         self._hub = Hub()
         self._scrubber = Scrubber(root)
+        # Remote ones are kept, for their connections. Credentials are those of whoever has started this process.
+        self._remote = functools.lru_cache(maxsize=16)(storage_of)
         self._trainers: list[_Trainer] = []
         self._spare: list[_SharedArena] = []
         self._lock = threading.Lock()
@@ -192,11 +194,11 @@ class Agent:
                     self._scrubber.ask(body.scrub_s)
                 return self._report()
             case NeedArena():
-                self._later(trainer, request.number, partial(self._give_arena, trainer, body))
+                self._later(trainer, request.number, functools.partial(self._give_arena, trainer, body))
                 return None
             case Begin():
                 trainer.parts[body.attempt] = body
-                decided = self._hub.begin(body, LocalStorage(body.root) if body.root else None)
+                decided = self._hub.begin(body, self._storage(body.root) if body.root else None)
                 decided.add_done_callback(lambda done: trainer.send(0, done.result()))
                 return Done()
             case Submit():
@@ -214,7 +216,7 @@ class Agent:
             case Status():
                 return self._report()
             case Stop():
-                self._later(trainer, request.number, partial(self._stop, now=body.now))
+                self._later(trainer, request.number, functools.partial(self._stop, now=body.now))
                 return None
 
     def _later(self, trainer: _Trainer, number: int, work: Callable[[], ToTrainer | tuple[ToTrainer, int]]) -> None:
@@ -235,6 +237,9 @@ class Agent:
         _log.info("told to leave%s", " at once" if now else "")
         threading.Timer(0.05, self._leaving.set).start()
         return Done(left)
+
+    def _storage(self, root: str) -> Storage:
+        return self._remote(root) if "://" in root else LocalStorage(root)
 
     def _give_arena(self, trainer: _Trainer, need: NeedArena) -> tuple[ToTrainer, int]:
         with self._lock:
@@ -282,7 +287,7 @@ class Agent:
         given = [len(each) for each in submit.write.digests]
         if given and given != [8 * -(-size // block_size(size)) for size in sizes]:
             raise UsageError(f"digests of {given} bytes are not those of files of {sizes} bytes")
-        root = LocalStorage(submit.write.root)
+        root = self._storage(submit.write.root)
         place = Place(Subfolder(root, submit.write.folder) if submit.write.folder else root, root)
         self._hub.submit(submit, place, shared.arena)
         # From here on the trainer may die.

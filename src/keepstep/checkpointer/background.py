@@ -42,9 +42,10 @@ from keepstep.state.recall import Recall
 from keepstep.state.size import guessed_bytes
 from keepstep.storage.base import Closing, Storage
 from keepstep.storage.local import LocalStorage
+from keepstep.storage.remote import RemoteStorage
 from keepstep.timeline import Timeline
 
-__all__ = ["BackgroundSaves", "Manner", "is_plain"]
+__all__ = ["BackgroundSaves", "Manner", "is_openable", "is_plain"]
 
 GRACE_S = 10.0
 """How much longer than the agent's own deadline a trainer waits for the agent to say that it is over."""
@@ -122,7 +123,7 @@ class BackgroundSaves(Closing):
 
     def fits(self, ranks: Ranks, storage: Storage) -> bool:
         """Whether these are still the ranks it was made for, in the same process, and its kind of storage."""
-        same_kind = is_plain(storage) == is_plain(self._root)
+        same_kind = (is_plain(storage), is_openable(storage)) == (is_plain(self._root), is_openable(self._root))
         return same_kind and self._pid == os.getpid() and self._ranks.is_same_group(ranks)
 
     @property
@@ -315,13 +316,13 @@ class BackgroundSaves(Closing):
         """On any thread; what goes wrong is raised by whoever needs the agent."""
         self._failed_to_start = None
         asked = self._manner.background
-        local = is_plain(self._root)
-        if asked == "agent" and not (local and sys.platform == "linux"):
+        openable = is_openable(self._root)
+        if asked == "agent" and not (openable and sys.platform == "linux"):
             self._failed_to_start = UsageError(
-                "background='agent' needs Linux and a root given by path; use background='thread'"
+                "background='agent' needs Linux and a root given by path or by URL alone; use background='thread'"
             )
             return
-        if asked != "thread" and local and sys.platform == "linux":
+        if asked != "thread" and openable and sys.platform == "linux":
             try:
                 self._at_work = AgentClient(
                     self._root.url, self._ranks.rank, self._manner.linger_s, self._manner.scrub_s
@@ -361,8 +362,13 @@ class BackgroundSaves(Closing):
 
 
 def is_plain(storage: Storage) -> bool:
-    """Whether an agent can open this storage by its path. One derived from it does more than an agent knows."""
+    """Whether this is a folder of a file system and nothing more. One derived from it does more than its path says."""
     return type(storage) is LocalStorage
+
+
+def is_openable(storage: Storage) -> bool:
+    """Whether an agent can open this storage by its path or URL; what else a URL needs, both find in the environment."""
+    return is_plain(storage) or (type(storage) is RemoteStorage and storage.is_plain)
 
 
 def _warmed(slot: ArenaSlot) -> ArenaSlot:

@@ -72,7 +72,8 @@ def begin_run(root: Storage, world: int) -> Start:
         root.put_new(RUN_NAME, msgspec.json.encode(about) + b"\n")
     # A start that does not restore what is there is another run: it neither replaces nor removes those steps.
     run = fresh if read_catalog(root).steps else run_of(root) or fresh
-    note = {"host": platform.node(), "world_size": world, "started": time.time()}
+    # (The id: whoever has lost the answer to its create knows its own note by it.)
+    note = {"host": platform.node(), "world_size": world, "started": time.time(), "id": secrets.token_hex(8)}
     return Start(run, new_incarnation(root, msgspec.json.encode(note) + b"\n"))
 
 
@@ -126,7 +127,7 @@ def _line_after(root: Storage, newer: Sequence[Found], incarnation: int) -> int:
     """
     if not any(found.incarnation >= incarnation > 0 for found in newer):
         return 0
-    note = {"host": platform.node(), "after": incarnation, "started": time.time()}
+    note = {"host": platform.node(), "after": incarnation, "started": time.time(), "id": secrets.token_hex(8)}
     return new_incarnation(root, msgspec.json.encode(note) + b"\n")
 
 

@@ -27,13 +27,23 @@ class Client(ABC):
 
     Methods raise what the library raises, which is one of ``errors``; ``explain`` says what it means. Names are relative
     to the place, and checked already. ``exclusive`` says whether ``write`` with ``new`` never replaces anything; None where
-    that has to be tried out. ``resends`` is for libraries that send a request once more without saying so.
+    that has to be tried out. ``resends`` is for libraries that send a request once more without saying so, ``private``
+    for places that no other process sees.
     """
 
     library: str
     errors: tuple[type[Exception], ...]
     exclusive: bool | None = None
     resends: bool = False
+    private: bool = False
+
+    @abstractmethod
+    def check_process(self) -> None:
+        """Refuses to work in a process where the library cannot.
+
+        Raises:
+            UsageError: says which one, and what to do.
+        """
 
     @abstractmethod
     def write(self, name: str, data: bytes | memoryview, *, new: bool = False) -> None:

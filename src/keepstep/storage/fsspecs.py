@@ -69,7 +69,7 @@ class FsspecClient(Client):
         self._files: Any = files
         self._root: str = root.rstrip("/")
         memory = import_module("fsspec.implementations.memory")
-        self._in_memory = isinstance(files, memory.MemoryFileSystem)
+        self._in_memory = self.private = isinstance(files, memory.MemoryFileSystem)
         self._has_objects = self._in_memory or url.scheme in OBJECT_STORES
         # Where a second writer may come between looking and writing, the store cannot be tried out.
         self.exclusive = None if self._has_objects else False
@@ -77,6 +77,9 @@ class FsspecClient(Client):
         self._one: contextlib.AbstractContextManager[object] = (
             contextlib.nullcontext() if getattr(files, "async_impl", False) else threading.RLock()
         )
+
+    def check_process(self) -> None:
+        """See Client. File systems find out by themselves."""
 
     def write(self, name: str, data: bytes | memoryview, *, new: bool = False) -> None:
         """See Client."""

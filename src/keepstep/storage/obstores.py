@@ -7,12 +7,13 @@ the library. Nothing here reads the environment itself.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from http.client import HTTPException
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from keepstep.errors import StorageError, UsageError
 from keepstep.storage.client import Client, Opened, check_full, known_trouble
@@ -30,7 +31,7 @@ _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})\b")
 _BROKEN = re.compile(
     r"error sending request|connection|timed out|timeout|broken pipe|reset by peer|decoding response body|unexpected eof"
-    r"|end of file|incomplete|body error|request or response body",
+    r"|end of file|incomplete|body error|request or response body|got invalid [\w ]*response",
     re.IGNORECASE,
 )
 _NO_KEYS = re.compile(r"169\.254\.169\.254|metadata\.google|credentials? (?:not|provider)|InstanceCredential", re.I)
@@ -52,14 +53,16 @@ class ObstoreClient(Client):
     """
 
     library = "obstore"
+    _first_in: ClassVar[dict[str, int]] = {}
 
     def __init__(self, url: RemoteUrl, options: Mapping[str, Any], patience: Patience) -> None:
         self._obstore = import_module("obstore")
+        self._url = url
+        self.check_process()
         stores = import_module("obstore.store")
         errors = import_module("obstore.exceptions")
         self.errors = (errors.BaseError, OSError, ValueError, HTTPException)
         self._taken: type[Exception] = errors.AlreadyExistsError
-        self._url = url
         self._request_s = patience.request_s
         self._signed: SignedReader | None = None
         make = getattr(stores, _STORES[OBJECT_STORES[url.scheme]])
@@ -86,6 +89,15 @@ class ObstoreClient(Client):
             )
         except (errors.BaseError, TypeError, ValueError) as err:
             raise UsageError(f"{url.shown}: {without_secrets(str(err).partition('Debug source')[0])}") from err
+
+    def check_process(self) -> None:
+        """See Client."""
+        # The library's threads do not come along into a child that is forked: what that asks for is never answered.
+        if self._first_in.setdefault("process", os.getpid()) != os.getpid():
+            raise UsageError(
+                f"{self._url.shown}: this process was forked from one that has used an object store, whose threads it has"
+                " not got: start it anew (multiprocessing's 'spawn'), or use the store in one of the two only"
+            )
 
     def write(self, name: str, data: bytes | memoryview, *, new: bool = False) -> None:
         """See Client."""

@@ -39,8 +39,9 @@ _Answer = TypeVar("_Answer")
 class RemoteStorage(Storage):
     """Blobs as objects below a URL, such as ``s3://bucket/runs/gpt``.
 
-    ``exclusive`` says whether the store itself gives a name to one writer only. ``library`` is what it is reached through:
-    obstore for S3, Google Cloud Storage and Azure where it is installed; else fsspec.
+    ``exclusive`` says whether the store itself gives a name to one writer only; ``is_plain`` whether another process can
+    open the same place by ``url`` and what it finds in the environment. ``library`` is what it is reached through: obstore
+    for S3, Google Cloud Storage and Azure where it is installed; else fsspec.
 
     Args:
         url: scheme, bucket, and the folder of the run. No credentials and no options.
@@ -64,10 +65,11 @@ class RemoteStorage(Storage):
     ) -> None:
         parsed = parse_url(url)
         self.url = parsed.shown
-        self.is_plain = parsed.is_plain and not (options or library or patience or limits)
         self._patience = patience or Patience()
         self._limits = limits or PartLimits()
         self._client = _client(parsed, options or {}, library, self._patience)
+        asked = options or library or patience or limits
+        self.is_plain = parsed.is_plain and not asked and not self._client.private
         self._trying_out = threading.Lock()
         self._exclusive = self._client.exclusive
         self._guarding = threading.Lock()
@@ -157,6 +159,7 @@ class RemoteStorage(Storage):
             self._patiently("read", name, read)
 
     def _patiently(self, operation: str, name: str, act: Callable[[], _Answer]) -> _Answer:
+        self._client.check_process()
         errors = self._client.errors
         return patiently(act, self._explain, what=(operation, name), errors=errors, patience=self._patience)
 
