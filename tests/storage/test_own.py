@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 
 import fsspec
 import pytest
@@ -14,7 +15,7 @@ import keepstep as ks
 from keepstep.check.contract import StorageContract
 from keepstep.errors import CorruptError, StepNotFoundError, StorageError
 from keepstep.storage.base import Blob, Storage, Upload
-from keepstep.storage.local import check_name
+from keepstep.storage.local import LocalStorage, check_name
 from keepstep.storage.memory import MemoryStorage
 
 
@@ -272,3 +273,45 @@ def test_a_truncated_object_under_the_name_of_a_good_one_is_rejected():
                     ks.load(storage, state(0.0))
             storage.put(name, bytes(whole))
     assert loaded(storage) == 1.0
+
+
+class Lagging(LocalStorage):
+    """A folder whose new files this process sees only some time after it has first looked for them."""
+
+    def __init__(self, root, lag_s, late_s):
+        super().__init__(root)
+        self.lag_s, self.late_s, self.asked = lag_s, late_s, {}
+
+    def open(self, name):
+        if name.endswith(".safetensors"):
+            first = self.asked.setdefault(name, time.monotonic())
+            if time.monotonic() < first + self.lag_s:
+                raise StorageError("open", name, FileNotFoundError(errno.ENOENT, "not to be seen yet"))
+        return super().open(name)
+
+
+def save_and_load_at_once(rank, folder):
+    """Rank 1 sees new files half a second late, and is told so; then a file that never comes."""
+    torch.manual_seed(0)
+    saved = {"model": {"w": torch.randn(500)}, "n": 7}
+    place = Lagging(folder, lag_s=0.5 * rank, late_s=20.0)
+    ks.save(place, saved)
+    target = {"model": {"w": torch.zeros(500)}, "n": 0}
+    ks.load(place, target)
+    assert torch.equal(target["model"]["w"], saved["model"]["w"])
+    assert target["n"] == 7
+    try:
+        ks.load(Lagging(folder, lag_s=1000.0 * rank, late_s=0.3), target)
+    except ks.errors.CheckpointError as err:
+        return len(place.asked), str(err)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.case(156)
+def test_files_that_are_seen_late_are_waited_for(rank_pool, tmp_path):
+    (_, first), (asked, second) = rank_pool(2)(save_and_load_at_once, str(tmp_path / "step"))
+    assert asked >= 2
+    assert "not to be seen yet" in second
+    assert ".safetensors" in second
+    assert "rank 1" in first

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
 
-from keepstep.errors import CorruptError
+from keepstep.errors import CorruptError, StorageError
 from keepstep.format.layout import Want
 from keepstep.format.manifest import FileRecord, Manifest, file_name
 from keepstep.format.shardfile import Entry, ShardHeader, digest, header_bytes, parse_header
@@ -31,6 +33,7 @@ CHUNK_BYTES = 1 << 22
 STRAIGHT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 19
 FIRST_READ_BYTES = 1 << 12
+LOOK_S = 0.05
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -59,13 +62,22 @@ def open_shard(
 
     Raises:
         CorruptError: no such record, wrong size, wrong digest, or a header that makes no sense.
-        StorageError: the file is missing or cannot be read.
+        StorageError: the file is missing, also after as long as the storage may be late, or cannot be read.
     """
     expected = records.get(rank)
     if expected is None:
         raise CorruptError(f"{storage.url}: the manifest lists no file of rank {rank} in {folder!r}")
     name = file_name(folder, rank, manifest.save_id)
-    blob = storage.open(name)
+    end = time.monotonic() + storage.late_s
+    while True:
+        try:
+            blob = storage.open(name)
+            break
+        except StorageError as err:
+            # Whoever has committed the step has seen it.
+            if err.errno != errno.ENOENT or time.monotonic() >= end:
+                raise
+            time.sleep(LOOK_S)
     try:
         if blob.size_bytes != expected.size_bytes:
             raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; {expected.size_bytes:,} were written")

@@ -69,6 +69,7 @@ class ShardWriter:
         self._heads = heads
         self._origin = origin
         self._failed: Exception | None = None
+        self._over = False
         self._uploads: list[Upload] = []
         self._chunks: queue.Queue[tuple[Chunk, memoryview] | None] = queue.Queue()
         self._threads: list[threading.Thread] = []
@@ -124,6 +125,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Waits for the threads and drops what was not committed. Idempotent."""
+        # What is still to be written is of no use any more: a slow storage is not to be fed with it.
+        self._over = True
         self._chunks.join()
         for _ in self._threads:
             self._chunks.put(None)
@@ -152,7 +155,7 @@ class ShardWriter:
         while (given := self._chunks.get()) is not None:
             chunk, data = given
             try:
-                if self._failed is None:
+                if self._failed is None and not self._over:
                     self._uploads[chunk.file].write_at(len(self._heads[chunk.file].header) + chunk.offset, data)
             except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
                 self._failed = err

@@ -86,10 +86,12 @@ class Blob(Closing):
 class Storage(ABC):
     """A place for blobs below one root. Every method may be called from any thread; errors are StorageError.
 
-    ``url`` is what a person would call this place, for messages and for comparison between ranks.
+    ``url`` is what a person would call this place, for messages and for comparison between ranks. ``late_s`` is how long a
+    blob that another machine has committed may stay out of sight here.
     """
 
     url: str
+    late_s: float = 0.0
 
     @abstractmethod
     def create(self, name: str, size_hint_bytes: int) -> Upload:
@@ -145,6 +147,7 @@ class Subfolder(Storage):
         self._parent = parent
         self._prefix = f"{folder}/"
         self.url = f"{parent.url}/{folder}"
+        self.late_s = parent.late_s
 
     def create(self, name: str, size_hint_bytes: int) -> Upload:
         """See Storage."""

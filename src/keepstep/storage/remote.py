@@ -31,6 +31,7 @@ __all__ = ["RemoteStorage"]
 FIRST_BYTES = 1 << 16
 READ_BYTES = 1 << 24
 SETTLE_S = 0.5
+LATE_S = 5.0
 PROBE = ".keepstep-probe"
 _log = logging.getLogger("keepstep")
 _Answer = TypeVar("_Answer")
@@ -49,6 +50,8 @@ class RemoteStorage(Storage):
         library: ``"obstore"`` or ``"fsspec"``; None for the better one that is there.
         patience: how often a request is tried, and how long it may take.
         limits: what the store takes in one object.
+        late_s: how long a load waits for an object that the manifest names; None for not at all in a bucket, and for a few
+            seconds elsewhere.
 
     Raises:
         UsageError: the URL means nothing here, options the library does not know, or no library for it is installed.
@@ -62,13 +65,15 @@ class RemoteStorage(Storage):
         library: str | None = None,
         patience: Patience | None = None,
         limits: PartLimits | None = None,
+        late_s: float | None = None,
     ) -> None:
         parsed = parse_url(url)
         self.url = parsed.shown
         self._patience = patience or Patience()
         self._limits = limits or PartLimits()
         self._client = _client(parsed, options or {}, library, self._patience)
-        asked = options or library or patience or limits
+        asked = options or library or patience or limits or late_s is not None
+        self.late_s = (0.0 if parsed.scheme in OBJECT_STORES else LATE_S) if late_s is None else late_s
         self.is_plain = parsed.is_plain and not asked and not self._client.private
         self._trying_out = threading.Lock()
         self._exclusive = self._client.exclusive

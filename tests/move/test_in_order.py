@@ -1,0 +1,53 @@
+"""What goes on its way from its beginning is given its header first, wherever that can be known; the bytes are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import keepstep as ks
+from keepstep.storage.memory import MemoryStorage
+
+
+class InOrder(MemoryStorage):
+    """Notes where each write of a blob begins; says that it sends them in their order."""
+
+    def __init__(self, *, in_order: bool) -> None:
+        super().__init__()
+        self.in_order, self.offsets = in_order, {}
+
+    def create(self, name, size_hint_bytes):
+        upload = super().create(name, size_hint_bytes)
+        write_at, begun = upload.write_at, self.offsets.setdefault(name, [])
+
+        def noted(offset, data):
+            begun.append(offset)
+            write_at(offset, data)
+
+        upload.in_order, upload.write_at = self.in_order, noted
+        return upload
+
+
+def saved(*, in_order, call):
+    """Where the writes of the model's file began, and the storage."""
+    storage = InOrder(in_order=in_order)
+    state = {"model": {"w": torch.arange(3 << 20, dtype=torch.int32)}, "n": 1}
+    call(storage, state)
+    target = {"model": {"w": torch.zeros(3 << 20, dtype=torch.int32)}, "n": 0}
+    ks.load(storage, target)
+    assert torch.equal(target["model"]["w"], state["model"]["w"])
+    assert target["n"] == 1
+    (offsets,) = [each for name, each in storage.offsets.items() if name.startswith("model/")]
+    return offsets
+
+
+def in_background(storage, state):
+    ks.async_save(storage, state, background="thread", staging="block").wait_committed(30)
+
+
+@pytest.mark.slow
+def test_the_header_is_first_where_all_data_is_there():
+    """Which it is in a save in the background. Else it is last: its digests are made on the way."""
+    assert saved(in_order=True, call=in_background)[0] == 0
+    assert saved(in_order=False, call=in_background)[-1] == 0
+    assert saved(in_order=True, call=ks.save)[-1] == 0
