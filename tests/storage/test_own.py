@@ -52,7 +52,9 @@ class Bucket(Storage):
 
     def open(self, name):
         try:
-            return BucketBlob(name, self.files.cat_file(f"/{check_name(name)}"))
+            # Two readers of one file in memory have one position in it.
+            with self.lock:
+                return BucketBlob(name, self.files.cat_file(f"/{check_name(name)}"))
         except (FileNotFoundError, IsADirectoryError) as err:
             raise StorageError("open", name, FileNotFoundError(errno.ENOENT, "no such object")) from err
 
