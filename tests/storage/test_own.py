@@ -52,9 +52,7 @@ class Bucket(Storage):
 
     def open(self, name):
         try:
-            # Two readers of one file in memory have one position in it.
-            with self.lock:
-                return BucketBlob(name, self.files.cat_file(f"/{check_name(name)}"))
+            return BucketBlob(name, self.files.cat_file(f"/{check_name(name)}"))
         except (FileNotFoundError, IsADirectoryError) as err:
             raise StorageError("open", name, FileNotFoundError(errno.ENOENT, "no such object")) from err
 
@@ -70,9 +68,9 @@ class Bucket(Storage):
 
     def list(self, prefix):
         start = f"/{check_name(prefix)}/" if prefix else "/"
-        return iter(
-            [(name[1:], len(item.getvalue())) for name, item in self.files.store.items() if name.startswith(start)]
-        )
+        # (Copied at once: somebody else may be writing.)
+        found = [*self.files.store.items()]
+        return iter([(name[1:], len(item.getvalue())) for name, item in found if name.startswith(start)])
 
     def folders(self):
         return sorted({name.split("/")[0] for name, _ in self.list("") if "/" in name})

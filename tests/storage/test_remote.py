@@ -425,6 +425,29 @@ def test_files_without_a_descriptor_are_written_and_those_on_disk_are_synced(tmp
         assert target["n"] == 3
 
 
+@pytest.mark.slow
+def test_memory_is_the_process_whoever_opens_it():
+    """Two storages of one URL see the same, and of many callers of both exactly one takes a name."""
+    url = f"memory://{secrets.token_hex(4)}/run"
+    storages = [RemoteStorage(url), RemoteStorage(url)]
+    for round_ in range(50):
+        start, won = threading.Barrier(4), []
+
+        def work(i, round_=round_, start=start, won=won):
+            start.wait()
+            if storages[i % 2].put_new(f"a/{round_}", f"{i}".encode()):
+                won.append(i)
+            assert dict(storages[i % 2].list("a"))[f"a/{round_}"] == 1
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert read(storages[0], f"a/{round_}") == str(won[0]).encode()
+
+
 def test_a_file_url_is_the_disk(tmp_path):
     ks.save(f"file://{tmp_path}/step", {"x": 1})
     target = {"x": 0}

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from keepstep.errors import StorageError, UsageError
 from keepstep.storage.client import Client, Opened, check_full, known_trouble
@@ -52,6 +52,7 @@ class FsspecClient(Client):
     errors = (Exception,)
     # aiohttp does, on a connection that was used before.
     resends = True
+    _memory: ClassVar[contextlib.AbstractContextManager[object]] = threading.RLock()
 
     def __init__(self, url: RemoteUrl, options: Mapping[str, Any], patience: Patience) -> None:
         fsspec = import_module("fsspec")
@@ -73,10 +74,10 @@ class FsspecClient(Client):
         self._has_objects = self._in_memory or url.scheme in OBJECT_STORES
         # Where a second writer may come between looking and writing, the store cannot be tried out.
         self.exclusive = None if self._has_objects else False
-        # File systems that are not made for several threads have one position in a file, or one channel.
-        self._one: contextlib.AbstractContextManager[object] = (
-            contextlib.nullcontext() if getattr(files, "async_impl", False) else threading.RLock()
-        )
+        # File systems that are not made for several threads have one position in a file, or one channel; and what is in
+        # memory belongs to the process, whoever has opened it.
+        own = contextlib.nullcontext() if getattr(files, "async_impl", False) else threading.RLock()
+        self._one: contextlib.AbstractContextManager[object] = self._memory if self._in_memory else own
 
     def check_process(self) -> None:
         """See Client. File systems find out by themselves."""
