@@ -35,7 +35,7 @@ check: $(READY)
 	scripts/check
 
 test: check
-	$(BIN)/python -m pytest -m "slow or ranks or gpu"
+	$(BIN)/python -m pytest -m "(slow or ranks or gpu) and not soak" --durations=60
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)

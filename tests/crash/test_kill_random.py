@@ -44,8 +44,10 @@ def killed_at_random(folder, world, background, rounds, seed):
         ends = job.wait(DEADLINE_S + 20)
         for rank, end in enumerate(ends):
             assert rank in victims or end.error, f"rank {rank} went on without rank {victims}"
-        # A job that was being greeted by its agent at that moment could not start, and has said so.
-        told = [rank for rank in victims if background == "agent" and "the agent" in ends[rank].error]
+        # A job that was being greeted by its agent at that moment could not start, and has said so; and while a new agent
+        # is started, ranks may come too late for each other.
+        ended = ("the agent", "did not arrive within")
+        told = [r for r in victims if background == "agent" and any(text in ends[r].error for text in ended)]
         campaign.died(ends, *(rank for rank in victims if rank not in told))
         campaign.check()
     return campaign.kills + agents, agents, campaign.last
@@ -83,7 +85,7 @@ def wait_for_progress(campaign, job):
 @pytest.mark.timeout(240 * TIMES)
 @pytest.mark.parametrize(
     ("world", "background", "rounds"),
-    [(1, "thread", 25), (1, "agent", 18), (2, "off", 16), (2, "agent", 18), (4, "thread", 10), (4, "agent", 9)],
+    [(1, "thread", 20), (1, "agent", 14), (2, "off", 12), (2, "agent", 12), (4, "thread", 6), (4, "agent", 6)],
 )
 def test_killed_at_random(rank_pool, world, background, rounds):
     print(f"seed {SEED}")
@@ -91,6 +93,7 @@ def test_killed_at_random(rank_pool, world, background, rounds):
         arguments = (folder, world, background, rounds * TIMES, SEED)
         ((kills, agents, last),) = rank_pool(1)(alone, killed_at_random, *arguments, timeout_s=220 * TIMES)
     print(f"{kills} kills, {agents} of them of agents, up to step {last}")
+    # (Of agents as well; a job that has ended by itself before its kill is none.)
     assert kills >= rounds * TIMES
     assert (agents > rounds * TIMES / 3) == (background == "agent")
     assert last > rounds * TIMES / 2

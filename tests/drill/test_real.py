@@ -14,7 +14,7 @@ from tests.architecture.source import ROOT
 from tests.helpers.agents import agents_below
 from tests.helpers.drilled import left_running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(400)]
 
 SCRIPT = ROOT / "tests/drill/small.py"
 SEED = 2

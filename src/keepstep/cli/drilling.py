@@ -33,7 +33,8 @@ __all__ = ["drill_script", "print_report"]
 
 INTERRUPTED = 130
 PIPED_COLUMNS = 10_000
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""(A shell starts what runs behind it deaf to the first: whoever sends it all the same means it.)"""
 
 
 def drill_script(
