@@ -501,6 +501,7 @@ def test_every_mutation_is_that_of_a_kind():
     assert {kind.forgotten for kind in KINDS.values()} == set(MUTATIONS)
 
 
+@pytest.mark.slow  # a matrix: each program takes a moment, all of them seconds
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_depends_on_it_and_goes_on_exactly(name, tmp_path):
     kind = KINDS[name]
