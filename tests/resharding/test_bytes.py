@@ -71,6 +71,35 @@ def test_each_rank_reads_its_part_of_a_large_tensor(rank_pool, tmp_path):
         assert grown < 1.3 * 10 * MIB
 
 
+def load_quarters(rank, folder, tensors, shape):
+    """Into shards whose memory is there already; by how much this rank's has grown beyond it."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    ks.load(f"{folder}/small", into={"w": placed(torch.zeros(8, 2), mesh, [Shard(0)])})
+    share = shape[0] // 4
+    parts = {f"w{i}": torch.ones(share, shape[1]) for i in range(tensors)}
+    target = {
+        name: torch.distributed.tensor.DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        for name, part in parts.items()
+    }
+    with Peak() as peak:
+        report = ks.load(f"{folder}/ck", into={"model": target})
+    for index, part in enumerate(parts.values()):
+        assert torch.equal(part, rows(*shape)[rank * share : (rank + 1) * share] + index)
+    assert report.bytes_needed == sum(part.nbytes for part in parts.values())
+    return peak.grown
+
+
+@pytest.mark.case(104)
+def test_one_file_goes_into_shards_without_a_whole_tensor_in_between(rank_pool, tmp_path):
+    shape = (1024, 4096)  # 16 MiB each
+    ks.save(tmp_path / "small", {"w": torch.zeros(8, 2)})
+    ks.save(tmp_path / "ck", {"model": {f"w{i}": rows(*shape) + i for i in range(3)}})
+    assert len([*(tmp_path / "ck" / "model").iterdir()]) == 1
+    largest = 16 * MIB
+    # Twice the largest tensor would be allowed; bytes are read into their places, so it is far less.
+    assert max(rank_pool(4)(load_quarters, str(tmp_path), 3, shape)) < largest / 2
+
+
 def resharded(rank, folder, saves, loads, shape):
     """Bytes read and needed by this rank, for each load."""
     world = torch.distributed.get_world_size()
