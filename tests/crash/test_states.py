@@ -218,7 +218,7 @@ def without(*left_out):
             os.link(self._partial, self._final)
         else:
             self._partial.replace(self._final)
-        local._sync_folder(self._final.parent)
+        local.sync_folder(self._final.parent)
 
     return commit
 
@@ -228,7 +228,7 @@ def no_file_fsync(plant):
 
 
 def no_folder_fsync(plant):
-    plant.setattr(local, "_sync_folder", lambda folder: None)
+    plant.setattr(local, "sync_folder", lambda folder: None)
 
 
 def new_folders_not_synced(plant):
@@ -244,7 +244,7 @@ def in_place(plant):
     def commit(self, size_bytes, *, unless_taken=False):
         os.ftruncate(self._buffered, size_bytes)
         os.fsync(self._buffered)
-        local._sync_folder(self._final.parent)
+        local.sync_folder(self._final.parent)
 
     def close(self):
         if self._buffered >= 0:
@@ -337,7 +337,7 @@ def folders_taken_as_found(plant):
         missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
         for path in reversed(missing):
             path.mkdir()
-            local._sync_folder(path.parent)
+            local.sync_folder(path.parent)
 
     plant.setattr(local, "make_folders", make)
 

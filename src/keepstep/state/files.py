@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from keepstep.errors import CorruptError, StorageError, UsageError
+from keepstep.storage.local import sync_folder
 
 __all__ = ["FILES", "Files"]
 
@@ -123,7 +124,7 @@ class Files:
         try:
             _write_tree(saved[name], partial)
             partial.rename(target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
         except OSError as err:
             shutil.rmtree(partial, ignore_errors=True)
             raise StorageError("write", str(target), err) from err
@@ -222,12 +223,4 @@ def _write_tree(tree: Tree, folder: Path) -> None:
             file.write(item.numpy().tobytes())
             file.flush()
             os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    sync_folder(folder)

@@ -20,7 +20,7 @@ from pathlib import Path
 from keepstep.errors import CorruptError, StorageError, UsageError
 from keepstep.storage.base import Blob, Storage, Upload
 
-__all__ = ["PARTIAL", "LocalStorage", "Place", "check_name", "make_folders", "storage_of"]
+__all__ = ["PARTIAL", "LocalStorage", "Place", "check_name", "make_folders", "storage_of", "sync_folder"]
 
 ALIGNMENT_BYTES = 4096
 Place = str | os.PathLike[str] | Storage
@@ -144,7 +144,7 @@ class LocalStorage(Storage):
         for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
             try:
                 # Durable before the caller goes on: a step must lose its manifest before it loses data.
-                _sync_folder(folder)
+                sync_folder(folder)
             except FileNotFoundError:
                 continue
             except OSError as err:
@@ -218,7 +218,7 @@ class _LocalUpload(Upload):
                 os.link(self._partial, self._final)
             else:
                 self._partial.replace(self._final)
-            _sync_folder(self._final.parent)
+            sync_folder(self._final.parent)
         except OSError as err:
             if unless_taken and isinstance(err, FileExistsError):
                 raise
@@ -315,18 +315,23 @@ def make_folders(folder: Path, lasting: set[Path] | None = None) -> None:
         # (A mount point is in no folder of its own file system; whoever may not open a folder has made nothing in it.)
         with contextlib.suppress(PermissionError):
             if folder.stat().st_dev == folder.parent.stat().st_dev:
-                _sync_folder(folder.parent)
+                sync_folder(folder.parent)
     for path in reversed(missing):
         try:
             path.mkdir(exist_ok=True)
         except FileExistsError as err:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     if lasting is not None:
         lasting.update((folder, *missing))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable.
+
+    Raises:
+        OSError: the folder is not there, or the disk refuses.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
