@@ -78,7 +78,7 @@ def copying(
     """Copies one committed step from root to root; yields what is done so far. The last one is the result.
 
     Not collective; any thread, any process; several at once do no harm. Given up before its end, by ``close`` or by a kill,
-    the target has files and no step, and the next copy sends what is missing. Holds about four chunks of 8 MiB a thread.
+    the target has files and no step, and the next copy sends what is missing. Memory: see ``transfer``.
 
     Args:
         source: root of the run. It may go on meanwhile.

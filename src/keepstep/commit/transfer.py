@@ -63,8 +63,8 @@ def transfer(
 ) -> Generator[Transferred, None, None]:
     """Sends what is not at the target yet; yields what is done after each part of the work. The last one is the result.
 
-    Not collective; any thread. Holds a buffer a thread, and what the target's uploads hold of chunks that come out of turn:
-    two a thread. Closed before its end, it takes back what was not whole.
+    Not collective; any thread. Holds a buffer a thread, and what the target's uploads hold: one more a thread, and parts on
+    their way. Closed before its end, it takes back what was not whole.
 
     Args:
         source: the step's folder that is read; each file is opened once.
@@ -86,7 +86,7 @@ def transfer(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="keepstep-copy")
     try:
         while True:
-            while len(running) < 2 * threads:
+            while len(running) < threads:
                 if chunks:
                     running.add(pool.submit(work.send, *chunks.popleft()))
                 elif (file := next(waiting, None)) is not None:
@@ -141,7 +141,7 @@ class _Work:
             self._buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
 
     def begin(self, file: ShardName) -> _Sending | Transferred:
-        """Leaves a file that is there, or opens it and sends its header; one without data is done with that."""
+        """Leaves a file that is there, or opens it and sends its header; one that is a chunk long is done with that."""
         size = file.record.size_bytes
         if self._present.get(file.name) == size and self._is_good(file):
             return Transferred(kept_files=1, kept_bytes=size)
@@ -155,8 +155,10 @@ class _Work:
         sending = _Sending(file.name, header, blob, upload)
         self._open.add(sending)
         upload.write_at(0, memoryview(raw))
-        if header.data_bytes:
+        if header.data_bytes > CHUNK_BYTES:
             return sending
+        if header.data_bytes:
+            return self.send(sending, 0) + Transferred(bytes=header.data_offset)
         self._finish(sending)
         return Transferred(files=1, bytes=size)
 
