@@ -217,7 +217,8 @@ def test_stop_all_and_wrong_arguments(tmp_path):
     assert "error[usage]: name the root of one agent, or give --all, not both" in error
     assert str(tmp_path / "run") in error
     assert "error[usage]" in call("agent", "stop", tmp_path / "run", "--all", status=2).stderr
-    assert "error[usage]: 's3://x' is not a path" in call("agent", "stop", "s3://x", status=2).stderr
+    assert "error[usage]: s3://x/run cannot be used" in call("agent", "stop", "s3://me:pw@x/run", status=2).stderr
+    assert "no agent of s3://x/run runs here" in call("agent", "stop", "s3://x/run", status=3).stdout
     assert len(status()["agents"]) == 2
     out = call("agent", "stop", "--all").stdout
     assert len(re.findall(r"^stopped agent \d+ of ", out, re.M)) == 2

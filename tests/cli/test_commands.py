@@ -359,7 +359,12 @@ WRONG = {
     "ls of nothing": (lambda root: ("ls", root / "no" / "such"), 3, "step-not-found", "the path exists as far as {root}"),
     "ls of a file": (lambda root: ("ls", root / "run.json"), 2, "usage", "{root}/run.json' is a file, not a folder"),
     "ls of a step": (lambda root: ("ls", root / "step-00000003"), 2, "usage", "its root is {root}"),
-    "ls of a URL": (lambda root: ("ls", "s3://bucket/run"), 2, "usage", "'s3://bucket/run' is not a path"),
+    "ls of a URL with a password": (
+        lambda root: ("ls", "s3://me:secret@bucket/run"), 2, "usage", "credentials do not belong in a URL",
+    ),
+    "ls of an empty place": (
+        lambda root: ("ls", "memory://empty/run"), 3, "step-not-found", "there is nothing at memory://empty/run",
+    ),
     "ls of a path that is too long": (lambda root: ("ls", root / ("x" * 300)), 8, "storage", "File name too long"),
     "ls of steps under other names": (
         lambda root: ("ls", (root / "step-00000003").rename(root.parent / "mine" / "final").parent),
@@ -392,7 +397,7 @@ WRONG = {
         lambda root: ("verify", root / "step-00000002"), 3, "step-not-found", "was never committed",
     ),
     "verify of a file": (lambda root: ("verify", root / "run.json"), 2, "usage", "is a file, not a folder"),
-    "verify of a URL": (lambda root: ("verify", "gs://x"), 2, "usage", "'gs://x' is not a path"),
+    "verify of a URL without a bucket": (lambda root: ("verify", "gs:///x"), 2, "usage", "it names no bucket"),
 }  # fmt: skip
 
 

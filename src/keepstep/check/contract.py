@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable
 
-from keepstep.errors import CheckpointError, CorruptError, StorageError, UsageError
-from keepstep.storage.base import Storage, read_blob
+from keepstep.check.looking import Stop, content, expect, is_absent, listed, pattern, raised, together
+from keepstep.errors import CorruptError, StorageError, UsageError
+from keepstep.storage.base import Storage
 
 __all__ = ["StorageContract"]
 
 PAGE = 4096
 SIZES = (0, 1, 2, 511, 512, 4095, 4096, 4097, 8192, 65_535, 65_536, 12 * PAGE, (1 << 20) + 1, (5 << 20) + 17)
-LIMIT = 1 << 26
 THREADS = 8
 OUTSIDE = (
     "", "/", "/x", "..", "../x", "a/..", "a/../x", "a/../../x", ".", "./x", "a/./x", "a//x", "a/", "a\\x", "..\\x", "a\0x",
@@ -40,27 +39,27 @@ class StorageContract:
         """Written in aligned chunks with a padded tail, as a save does; cut to the true size by ``commit``."""
         for size in SIZES:
             name = f"blobs/{size}"
-            data = _pattern(size)
+            data = pattern(size)
             padded = memoryview(data.ljust(-(-size // PAGE) * PAGE, b"\xff"))
             with storage.create(name, size) as upload:
                 for start in range(0, len(padded), 1 << 20):
                     upload.write_at(start, padded[start : start + (1 << 20)])
                 upload.commit(size)
-            _expect(_read(storage, name), data)
+            expect(content(storage, name), data)
 
     def test_the_order_of_writes_does_not_matter(self, storage: Storage) -> None:
         """The header of a file is written last, in front of everything else, and over what was there."""
-        data = _pattern(5 * PAGE)
+        data = pattern(5 * PAGE)
         with storage.create("a/late-header", len(data)) as upload:
             upload.write_at(0, memoryview(bytes(PAGE)))
             for page in (4, 2, 3, 1, 0):
                 upload.write_at(page * PAGE, memoryview(data)[page * PAGE : (page + 1) * PAGE])
             upload.commit(len(data))
-        _expect(_read(storage, "a/late-header"), data)
+        expect(content(storage, "a/late-header"), data)
 
     def test_any_alignment_is_written_and_read(self, storage: Storage) -> None:
         """Buffers that are aligned in address, offset and length, and in any subset of the three."""
-        data = _pattern(4 * PAGE)
+        data = pattern(4 * PAGE)
         cases = [(at, start, stop) for at in (0, 1, 512) for start in (0, 1, PAGE) for stop in (4 * PAGE, 3 * PAGE + 5)]
         for shift, start, stop in cases:
             name = f"aligned/{shift}-{start}-{stop}"
@@ -73,19 +72,19 @@ class StorageContract:
             with storage.open(name) as blob:
                 blob.read_into(start, target[start:])
                 blob.read_into(0, target[:start])
-            _expect(bytes(target), data[:stop])
+            expect(bytes(target), data[:stop])
 
     def test_threads_write_parts_of_one_blob(self, storage: Storage) -> None:
         """Several at once, aligned and not; all of it is there after ``commit``."""
-        data = _pattern(64 * PAGE + 100)
+        data = pattern(64 * PAGE + 100)
         bounds = [0, 1, PAGE - 1, 3 * PAGE, 10 * PAGE, 10 * PAGE + 7, 32 * PAGE, 33 * PAGE, len(data)]
         with storage.create("a/parallel", len(data)) as upload:
-            _together(
+            together(
                 lambda i: upload.write_at(bounds[i], memoryview(data)[bounds[i] : bounds[i + 1]]),
                 count=len(bounds) - 1,
             )
             upload.commit(len(data))
-        _expect(_read(storage, "a/parallel"), data)
+        expect(content(storage, "a/parallel"), data)
 
     def test_a_written_buffer_is_the_callers_again(self, storage: Storage) -> None:
         """What ``write_at`` was given may be filled anew as soon as it returns."""
@@ -96,30 +95,30 @@ class StorageContract:
                 upload.write_at(page * len(buffer), memoryview(buffer))
             buffer[:] = bytes(len(buffer))
             upload.commit(2 * len(buffer))
-        _expect(_read(storage, "a/reused"), b"\1" * len(buffer) + b"\2" * len(buffer))
+        expect(content(storage, "a/reused"), b"\1" * len(buffer) + b"\2" * len(buffer))
 
     # --- what was not committed --------------------------------------------------------------------------------------
 
     def test_a_blob_is_absent_until_it_is_committed(self, storage: Storage) -> None:
         """Whatever was written of it, nobody sees it under its name."""
         with storage.create("a/growing", PAGE) as upload:
-            assert _is_absent(storage, "a/growing")
-            upload.write_at(0, memoryview(_pattern(PAGE)))
-            assert _is_absent(storage, "a/growing")
+            assert is_absent(storage, "a/growing")
+            upload.write_at(0, memoryview(pattern(PAGE)))
+            assert is_absent(storage, "a/growing")
             upload.commit(PAGE)
-            _expect(_read(storage, "a/growing"), _pattern(PAGE))
+            expect(content(storage, "a/growing"), pattern(PAGE))
 
     def test_an_abandoned_upload_leaves_nothing(self, storage: Storage) -> None:
         """Neither under the name nor elsewhere; and the name can be used again."""
         for written in (0, 1, PAGE, 3 * PAGE + 1):
-            error = _raised(_abandon, storage, "a/abandoned", written)
-            assert isinstance(error, _Stop)
-            assert _is_absent(storage, "a/abandoned")
+            error = raised(_abandon, storage, "a/abandoned", written)
+            assert isinstance(error, Stop)
+            assert is_absent(storage, "a/abandoned")
             assert list(storage.list("")) == []
         with storage.create("a/abandoned", 1) as upload:
             upload.write_at(0, memoryview(b"x"))
             upload.commit(1)
-        assert _read(storage, "a/abandoned") == b"x"
+        assert content(storage, "a/abandoned") == b"x"
 
     def test_uploads_close_more_than_once(self, storage: Storage) -> None:
         """With and without a commit; a committed blob stays."""
@@ -132,7 +131,7 @@ class StorageContract:
         kept.commit(1)
         kept.close()
         kept.close()
-        assert _names(storage) == {"a/kept": 1}
+        assert listed(storage) == {"a/kept": 1}
 
     # --- small blobs -------------------------------------------------------------------------------------------------
 
@@ -140,8 +139,8 @@ class StorageContract:
         """With shorter, longer and empty contents."""
         for data in (b"first", b"", b"a longer second one" * 1000, b"3"):
             storage.put("a/small", data)
-            _expect(_read(storage, "a/small"), data)
-            assert _names(storage) == {"a/small": len(data)}
+            expect(content(storage, "a/small"), data)
+            assert listed(storage) == {"a/small": len(data)}
 
     def test_readers_of_a_replaced_blob_see_one_or_the_other(self, storage: Storage) -> None:
         """Never a mixture, never a short one, never none."""
@@ -158,22 +157,22 @@ class StorageContract:
                     done.set()
                 return
             while not done.is_set():
-                assert _read(storage, "a/hot") in set(values)
+                assert content(storage, "a/hot") in set(values)
 
-        _together(work, count=4)
+        together(work, count=4)
 
     def test_put_new_takes_a_name_once(self, storage: Storage) -> None:
         """The second caller is told, and changes nothing; a deleted name is free again."""
         assert storage.put_new("a/once", b"first") is True
         assert storage.put_new("a/once", b"other") is False
-        assert _read(storage, "a/once") == b"first"
-        assert _names(storage) == {"a/once": 5}
+        assert content(storage, "a/once") == b"first"
+        assert listed(storage) == {"a/once": 5}
         storage.delete(["a/once"])
         assert storage.put_new("a/once", b"") is True
         assert storage.put_new("a/once", b"") is False
         storage.put("a/put", b"x")
         assert storage.put_new("a/put", b"y") is False
-        assert _read(storage, "a/put") == b"x"
+        assert content(storage, "a/put") == b"x"
 
     def test_put_new_has_one_winner_among_threads(self, storage: Storage) -> None:
         """All start together; exactly one gets True, and the blob is that one's."""
@@ -185,10 +184,39 @@ class StorageContract:
                 if storage.put_new(name, f"caller {i}".encode() * 500):
                     won.append(i)
 
-            _together(race, count=THREADS)
+            together(race, count=THREADS)
             assert len(won) == 1, f"{len(won)} winners"
-            _expect(_read(storage, name), f"caller {won[0]}".encode() * 500)
-        assert len(_names(storage)) == 5
+            expect(content(storage, name), f"caller {won[0]}".encode() * 500)
+        assert len(listed(storage)) == 5
+
+    def test_put_over_replaces_what_is_expected_and_nothing_else(self, storage: Storage) -> None:
+        """Longer and shorter contents, empty ones too; whoever expects something else changes nothing."""
+        assert storage.put_over("a/over", b"1", b"") is False
+        assert is_absent(storage, "a/over")
+        storage.put("a/over", b"first")
+        for wrong in (b"", b"firs", b"other", b"first and more"):
+            assert storage.put_over("a/over", b"new", wrong) is False
+        assert content(storage, "a/over") == b"first"
+        before = b"first"
+        for data in (b"a longer second one" * 500, b"", b"3"):
+            assert storage.put_over("a/over", data, before) is True
+            expect(content(storage, "a/over"), data)
+            before = data
+        assert listed(storage) == {"a/over": 1}
+
+    def test_put_over_has_one_winner_among_threads(self, storage: Storage) -> None:
+        """Of those that expect the same; where the storage does not say that it swaps, one at least, and no mixture."""
+        for round_ in range(3):
+            storage.put("a/raced", b"before")
+            won: list[int] = []
+
+            def race(i: int, won: list[int] = won) -> None:
+                if storage.put_over("a/raced", f"caller {i}".encode() * 100, b"before"):
+                    won.append(i)
+
+            together(race, count=THREADS)
+            assert won if not storage.swaps else len(won) == 1, f"round {round_}: {len(won)} winners"
+            assert content(storage, "a/raced") in {f"caller {i}".encode() * 100 for i in won}
 
     def test_appended_lines_stay_whole(self, storage: Storage) -> None:
         """Whoever reads meanwhile sees the first few of them; what a crash has cut off spoils no other line."""
@@ -204,16 +232,16 @@ class StorageContract:
                     done.set()
                 return
             while not done.is_set():
-                seen = [] if _is_absent(storage, "a/lines") else _read(storage, "a/lines").splitlines(keepends=True)
+                seen = [] if is_absent(storage, "a/lines") else content(storage, "a/lines").splitlines(keepends=True)
                 whole = [line for line in seen if line.endswith(b"\n")]
                 assert whole == lines[: len(whole)]
                 assert len(seen) - len(whole) <= 1
 
-        _together(work, count=4)
-        _expect(_read(storage, "a/lines"), b"".join(lines))
+        together(work, count=4)
+        expect(content(storage, "a/lines"), b"".join(lines))
         storage.put("a/cut", b"first\nsec")
         storage.append_line("a/cut", b"third\n")
-        _expect(_read(storage, "a/cut"), b"first\nsec\nthird\n")
+        expect(content(storage, "a/cut"), b"first\nsec\nthird\n")
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -222,12 +250,12 @@ class StorageContract:
         sizes = {"top": 3, "a/x": 0, "a/b/y": 5000, "a/b/c/z": 1, "ab/x": 2, "a.b/x": 4}
         for name, size in sizes.items():
             storage.put(name, bytes(size))
-        assert _names(storage) == sizes
-        assert _names(storage, "a") == {name: size for name, size in sizes.items() if name.startswith("a/")}
-        assert _names(storage, "a/b") == {"a/b/y": 5000, "a/b/c/z": 1}
-        assert _names(storage, "a/b/c") == {"a/b/c/z": 1}
+        assert listed(storage) == sizes
+        assert listed(storage, "a") == {name: size for name, size in sizes.items() if name.startswith("a/")}
+        assert listed(storage, "a/b") == {"a/b/y": 5000, "a/b/c/z": 1}
+        assert listed(storage, "a/b/c") == {"a/b/c/z": 1}
         for nothing in ("b", "a/c", "t", "top/x"):
-            assert _names(storage, nothing) == {}
+            assert listed(storage, nothing) == {}
 
     def test_an_empty_storage_has_nothing(self, storage: Storage) -> None:
         """Before the first write, too, where the root may not be there yet."""
@@ -235,7 +263,7 @@ class StorageContract:
         assert list(storage.list("a")) == []
         assert list(storage.folders()) == []
         storage.delete(["a/x", "y"])
-        assert _is_absent(storage, "a/x")
+        assert is_absent(storage, "a/x")
 
     def test_folders_are_those_directly_below_the_root(self, storage: Storage) -> None:
         """Each once; blobs at the root are none, nor are folders of folders."""
@@ -250,9 +278,9 @@ class StorageContract:
         )  # fmt: skip
         for name in names:
             storage.put(name, name.encode())
-        assert set(_names(storage)) == set(names)
+        assert set(listed(storage)) == set(names)
         for name in names:
-            assert _read(storage, name) == name.encode()
+            assert content(storage, name) == name.encode()
 
     def test_delete_removes_what_it_was_given(self, storage: Storage) -> None:
         """And nothing else; names already gone are no error; what was deleted can be written again."""
@@ -260,26 +288,27 @@ class StorageContract:
             storage.put(name, b"x")
         storage.delete([])
         storage.delete(["a/x", "a/absent", "absent/x", "c"])
-        assert _names(storage) == {"a/y": 1, "b/x": 1}
-        assert _is_absent(storage, "a/x")
+        assert listed(storage) == {"a/y": 1, "b/x": 1}
+        assert is_absent(storage, "a/x")
         storage.delete(["a/x", "a/y", "b/x"])
         assert list(storage.list("")) == []
         storage.put("a/x", b"new")
-        assert _read(storage, "a/x") == b"new"
+        assert content(storage, "a/x") == b"new"
 
     def test_names_that_leave_the_root_are_refused(self, storage: Storage) -> None:
         """By every method, before anything is touched."""
         storage.put("a/x", b"x")
         for name in OUTSIDE:
-            assert isinstance(_raised(storage.create, name, 1), UsageError), repr(name)
-            assert isinstance(_raised(storage.open, name), UsageError), repr(name)
-            assert isinstance(_raised(storage.put, name, b"evil"), UsageError), repr(name)
-            assert isinstance(_raised(storage.put_new, name, b"evil"), UsageError), repr(name)
-            assert isinstance(_raised(storage.append_line, name, b"evil\n"), UsageError), repr(name)
-            assert isinstance(_raised(storage.delete, [name]), UsageError), repr(name)
+            assert isinstance(raised(storage.create, name, 1), UsageError), repr(name)
+            assert isinstance(raised(storage.open, name), UsageError), repr(name)
+            assert isinstance(raised(storage.put, name, b"evil"), UsageError), repr(name)
+            assert isinstance(raised(storage.put_new, name, b"evil"), UsageError), repr(name)
+            assert isinstance(raised(storage.put_over, name, b"evil", b"x"), UsageError), repr(name)
+            assert isinstance(raised(storage.append_line, name, b"evil\n"), UsageError), repr(name)
+            assert isinstance(raised(storage.delete, [name]), UsageError), repr(name)
         for name in ("..", "../x", "a/..", "a/../..", "/x", "a\0x"):
-            assert isinstance(_raised(_names, storage, name), UsageError), repr(name)
-        assert _names(storage) == {"a/x": 1}
+            assert isinstance(raised(listed, storage, name), UsageError), repr(name)
+        assert listed(storage) == {"a/x": 1}
 
     def test_the_url_stays_the_same(self, storage: Storage) -> None:
         """It is what ranks compare and what messages show."""
@@ -294,28 +323,28 @@ class StorageContract:
         """StorageError with ENOENT, whether the folder is there or not."""
         storage.put("a/x", b"x")
         for name in ("a/y", "b", "b/c/d", "a/x/y"):
-            error = _raised(storage.open, name)
+            error = raised(storage.open, name)
             assert isinstance(error, StorageError), repr(error)
             assert error.errno == errno.ENOENT, repr(error)
 
     def test_reading_past_the_end_is_an_error(self, storage: Storage) -> None:
         """Never a short read, never bytes that are not there; the end itself can be read up to."""
-        data = _pattern(PAGE + 10)
+        data = pattern(PAGE + 10)
         storage.put("a/x", data)
         with storage.open("a/x") as blob:
             assert blob.size_bytes == len(data)
             for start, length in ((0, len(data) + 1), (PAGE, 11), (len(data), 1), (1 << 40, 1)):
                 target = memoryview(bytearray(length))
-                error = _raised(blob.read_into, start, target)
+                error = raised(blob.read_into, start, target)
                 assert isinstance(error, CorruptError), f"{length} bytes at {start}: {error!r}"
             last = bytearray(10)
             blob.read_into(PAGE, memoryview(last))
-            _expect(bytes(last), data[PAGE:])
+            expect(bytes(last), data[PAGE:])
             blob.read_into(len(data), memoryview(bytearray(0)))
 
     def test_threads_read_parts_of_one_blob(self, storage: Storage) -> None:
         """Several at once from one open blob; every part is right."""
-        data = _pattern(32 * PAGE + 5)
+        data = pattern(32 * PAGE + 5)
         storage.put("a/x", data)
         step = len(data) // THREADS
 
@@ -325,76 +354,15 @@ class StorageContract:
                 for start in range(i, i + 3 * step, step // 2):
                     target = bytearray(min(step, len(data) - start))
                     blob.read_into(start, memoryview(target))
-                    _expect(bytes(target), data[start : start + len(target)])
+                    expect(bytes(target), data[start : start + len(target)])
 
-            _together(work, count=THREADS)
+            together(work, count=THREADS)
             blob.close()
             blob.close()
-
-
-class _Stop(Exception):
-    """What goes wrong in the middle of a write."""
-
-
-def _pattern(size: int) -> bytes:
-    """Bytes in which every page differs from every other."""
-    block = bytes(range(251))
-    return (block * (size // len(block) + 1))[:size]
-
-
-def _expect(found: bytes, written: bytes) -> None:
-    """Fails with a line, not with a comparison of megabytes."""
-    if found != written:
-        raise AssertionError(f"{len(found):,} bytes that are not the {len(written):,} bytes written")
-
-
-def _read(storage: Storage, name: str) -> bytes:
-    return read_blob(storage, name, LIMIT)
-
-
-def _names(storage: Storage, prefix: str = "") -> dict[str, int]:
-    found = list(storage.list(prefix))
-    assert len(found) == len(dict(found)), f"listed twice: {found}"
-    return dict(found)
-
-
-def _is_absent(storage: Storage, name: str) -> bool:
-    error = _raised(storage.open, name)
-    return isinstance(error, StorageError) and error.errno == errno.ENOENT and name not in _names(storage)
 
 
 def _abandon(storage: Storage, name: str, written: int) -> None:
     with storage.create(name, written) as upload:
         if written:
-            upload.write_at(0, memoryview(_pattern(written)))
-        raise _Stop
-
-
-def _raised(call: Callable[..., object], *args: object) -> Exception | None:
-    """What the call raised; None when it did not."""
-    try:
-        call(*args)
-    except (CheckpointError, _Stop) as err:
-        return err
-    return None
-
-
-def _together(work: Callable[[int], None], count: int) -> None:
-    """Runs ``work(0..count-1)`` at the same time; raises the first error any of them raised."""
-    start = threading.Barrier(count)
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        start.wait()
-        try:
-            work(i)
-        except BaseException as err:  # noqa: BLE001  raised again in the caller's thread
-            errors.append(err)
-
-    threads: Iterable[threading.Thread] = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+            upload.write_at(0, memoryview(pattern(written)))
+        raise Stop

@@ -141,6 +141,11 @@ class FaultyStorage(Storage):
         self._changes: list[tuple[str, int | None]] = []
         self._undo: list[tuple[str, bytes | None]] = []
 
+    @property
+    def exclusive(self) -> bool:  # type: ignore[override]
+        """See Storage."""
+        return self.inner.exclusive
+
     def release(self) -> None:
         """Lets calls that are blocked go on, and those that come."""
         self._released.set()

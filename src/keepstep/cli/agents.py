@@ -13,7 +13,9 @@ from rich.table import Table
 from keepstep.agent.client import call_agent
 from keepstep.agent.node import agent_log, agent_names, listener_at, lock, socket_path
 from keepstep.agent.protocol import Drain, JobStatus, Status, StatusReport, Stop
+from keepstep.cli.places import shown_place
 from keepstep.cli.words import age_words, plural, safe, size_words
+from keepstep.commit.uploads import Tally
 from keepstep.errors import AgentError, UsageError
 
 __all__ = [
@@ -34,8 +36,21 @@ GONE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class CopiesLine:
+    """The copies that an agent makes of its root's steps, at ``url``: which wait, how much that is, what went wrong last."""
+
+    url: str
+    waiting: tuple[int, ...]
+    waiting_bytes: int
+    trouble: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentLine:
-    """One agent. ``jobs`` are the parts of saves that are not decided; sizes in bytes, times in seconds."""
+    """One agent. ``jobs`` are the parts of saves that are not decided; sizes in bytes, times in seconds.
+
+    ``copies`` is None where steps are not copied to another root.
+    """
 
     pid: int
     root: str
@@ -48,6 +63,7 @@ class AgentLine:
     failed: int
     linger_s: float
     log: str
+    copies: CopiesLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +134,13 @@ def stop_agents(root: str | None, *, everything: bool, now: bool) -> Stopping:
     """Has one agent leave, or all, after what was submitted to it has been decided; with ``now`` at once.
 
     Raises:
-        UsageError: neither a root nor all, or both; or the root is no path.
+        UsageError: neither a root nor all, or both; or a root that cannot be one.
     """
-    if root is not None and (not root or "://" in root):
-        raise UsageError(f"{root!r} is not a path; agents keep runs on file systems only")
+    place = None if root is None else shown_place(root)
     if (root is None) == (not everything):
         running = ", ".join(safe(line.root) for line in read_agents().agents) or "none is running"
         raise UsageError(f"name the root of one agent, or give --all, not both; agents: {running}")
-    paths = agent_names() if root is None else [socket_path(root)]
+    paths = agent_names() if place is None else [socket_path(place)]
     stopped: list[Stopped] = []
     removed: list[str] = []
     silent: list[Silent] = []
@@ -152,6 +167,8 @@ def print_agents(found: Agents, console: Console) -> None:
             "memory": f"{size_words(line.arenas_bytes)} of arenas, {size_words(line.memory_bytes)} of its own",
             "saves": f"{line.committed:,} committed, {line.failed:,} failed",
         }
+        if line.copies is not None:
+            rows["copies"] = _copies_words(line.copies)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
@@ -211,7 +228,21 @@ def _line(report: StatusReport) -> AgentLine:
         report.failed,
         report.linger_s,
         str(agent_log(report.root, make=False)),
+        None if report.copies is None else _copies_line(report.copies),
     )
+
+
+def _copies_line(tally: Tally) -> CopiesLine:
+    steps = tuple(step for step, _ in tally.waiting)
+    return CopiesLine(tally.url, steps, sum(size for _, size in tally.waiting), tally.trouble)
+
+
+def _copies_words(copies: CopiesLine) -> str:
+    if not copies.waiting:
+        return f"all at {safe(copies.url)}"
+    trouble = f"; the last try: {safe(copies.trouble)}" if copies.trouble else ""
+    behind = f"{plural(len(copies.waiting), 'step')} ({size_words(copies.waiting_bytes)}) behind at {safe(copies.url)}"
+    return behind + trouble
 
 
 def _progress(job: JobStatus) -> str:

@@ -8,9 +8,10 @@ attempts may be alive on other machines, and only what is old enough goes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,6 +24,8 @@ from keepstep.cli.places import root_at
 from keepstep.cli.words import age_words, plural, safe, size_words
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.garbage import Garbage, fence, find_garbage, newest_start, remove_garbage
+from keepstep.errors import StorageError
+from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage
 
 __all__ = ["Collection", "GarbageLine", "collect", "collect_garbage"]
@@ -30,6 +33,8 @@ __all__ = ["Collection", "GarbageLine", "collect", "collect_garbage"]
 OLDER_THAN_H = 24.0
 FRESH_S = 60.0
 """Younger than that nothing goes: a save outside of any run, by a process of its own, is known to nobody."""
+FAR_FRESH_S = 3600.0
+"""The same of a store, whose clock is another one, and which may date an object from the beginning of its upload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Collection:
 
 
 def collect_garbage(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A run: its folder or URL.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     older_than: Annotated[
         float,
@@ -84,7 +89,7 @@ def collect_garbage(
         _print_collection(collection, Console(markup=False, highlight=False, emoji=False))
 
 
-def collect(root: LocalStorage, older_than_s: float, *, dry_run: bool) -> Collection:
+def collect(root: Storage, older_than_s: float, *, dry_run: bool) -> Collection:
     """Looks, fences, and removes; with ``dry_run`` only looks. Killed at any point, it is finished by the next call.
 
     Raises:
@@ -96,12 +101,14 @@ def collect(root: LocalStorage, older_than_s: float, *, dry_run: bool) -> Collec
         found = find_garbage(root, catalog)
         start = newest_start(root)
         settled = start is not None and (start.fence or start.host == platform.node())
-        limit_s = min(FRESH_S, older_than_s) if settled else older_than_s
-        ages = {one: _age_s(root, one.names) for one in found}
+        fresh_s = FRESH_S if isinstance(root, LocalStorage) else FAR_FRESH_S
+        limit_s = min(fresh_s, older_than_s) if settled else older_than_s
+        written = _written_at(root) if found else {}
+        ages = {one: _age_s(written, one.names) for one in found}
         doomed = [one for one in found if ages[one] >= limit_s]
         # Whoever wakes up after its files are gone must not commit. But where a job may be alive elsewhere, a new
         # incarnation would end its saves: there the age has to do, which is far beyond the deadline of any save.
-        asleep = settled or _age_s(root, [name for name, _ in root.list("")]) >= older_than_s
+        asleep = settled or _age_s(written, written) >= older_than_s
         taken = None
         if doomed and asleep and not dry_run and start is not None and not start.fence:
             taken = fence(root, platform.node())
@@ -122,13 +129,24 @@ def collect(root: LocalStorage, older_than_s: float, *, dry_run: bool) -> Collec
         )
 
 
-def _age_s(root: LocalStorage, names: Iterable[str]) -> float:
+def _written_at(root: Storage) -> Mapping[str, float]:
+    """When everything below the root was written.
+
+    Raises:
+        StorageError: the storage does not tell.
+    """
+    written = root.written_at("")
+    if not written and not isinstance(root, LocalStorage):
+        unknown = OSError(
+            errno.ENOTSUP, "the storage does not say when its files were written, so nothing can be removed"
+        )
+        raise StorageError("date", root.url, unknown)
+    return written
+
+
+def _age_s(written: Mapping[str, float], names: Iterable[str]) -> float:
     """Seconds since the newest of these files was changed; infinite without any."""
-    newest = float("-inf")
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            newest = max(newest, (root.root / name).lstat().st_mtime)
-    return time.time() - newest
+    return time.time() - max((written[name] for name in names if name in written), default=float("-inf"))
 
 
 def _line(one: Garbage, age_s: float, why: str) -> GarbageLine:

@@ -20,7 +20,7 @@ from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_a
 from keepstep.cli.collecting import collect_garbage
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.listing import print_listing, read_listing
-from keepstep.cli.places import folder_at, is_step, root_at, step_at
+from keepstep.cli.places import folder_at, is_step, name_of, root_at, step_at
 from keepstep.cli.pruning import pin, prune_steps, unpin
 from keepstep.cli.repairing import repair_run
 from keepstep.cli.scrubbing import scrub_run
@@ -88,7 +88,7 @@ def options(
 
 @app.command("ls")
 def list_steps(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")], as_json: Json = False
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A run: its folder or URL.")], as_json: Json = False
 ) -> None:
     """List the steps of a run, newest first; damaged and unfinished ones are marked."""
     listing = read_listing(root_at(root))
@@ -100,7 +100,7 @@ def list_steps(
 
 @app.command("show")
 def show_step(
-    step: Annotated[str, typer.Argument(metavar="STEP", help="The folder of one step.")],
+    step: Annotated[str, typer.Argument(metavar="STEP", help="One step: its folder or URL.")],
     glob: Annotated[
         str | None, typer.Argument(metavar="[GLOB]", help="With --tensors: the keys to list, such as 'model/*'.")
     ] = None,
@@ -127,7 +127,7 @@ def verify_steps(
     folder = folder_at(path)
     errors = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if is_step(folder):
-        verification = verify_step(step_at(path), folder.root.name, errors)
+        verification = verify_step(step_at(path), name_of(folder), errors)
     else:
         verification = verify_root(root_at(path), errors)
     if as_json:
@@ -139,7 +139,7 @@ def verify_steps(
 
 @app.command("stats")
 def show_stats(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A run: its folder or URL.")],
     last: Annotated[int | None, typer.Option("--last", metavar="N", min=1, help="Only the newest N saves.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -172,7 +172,7 @@ def show_agents(as_json: Json = False) -> None:
 
 @agent.command("stop")
 def stop_agent(
-    root: Annotated[str | None, typer.Argument(metavar="ROOT", help="The folder of a run.")] = None,
+    root: Annotated[str | None, typer.Argument(metavar="ROOT", help="A run: its folder or URL.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All agents of this user on this machine.")] = False,
     now: Annotated[bool, typer.Option("--now", help="Give up what is not decided yet.")] = False,
     as_json: Json = False,

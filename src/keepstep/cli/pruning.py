@@ -6,7 +6,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -19,7 +18,7 @@ from keepstep.agent.node import listener_at, socket_path
 from keepstep.agent.protocol import Drain
 from keepstep.agent.sole import sole_writer
 from keepstep.check.verify import verify
-from keepstep.cli.places import root_at, step_at
+from keepstep.cli.places import name_of, parent_of, place_above, root_at, step_at
 from keepstep.cli.words import age_s, age_words, metric_words, plural, safe, size_words
 from keepstep.commit.catalog import Catalog, Found, check_files, read_catalog, read_manifest, step_storage
 from keepstep.commit.pins import pin_step, pinned_steps, unpin_step
@@ -35,7 +34,7 @@ from keepstep.errors import (
     UsageError,
 )
 from keepstep.format.manifest import parse_step_name, step_name
-from keepstep.storage.local import LocalStorage
+from keepstep.storage.base import Storage
 
 __all__ = ["pin", "prune_steps", "unpin"]
 
@@ -86,7 +85,7 @@ class Pruning:
 
 
 def prune_steps(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A run: its folder or URL.")],
     keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")] = None,
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", metavar="N", help="Keep every step that is a multiple of N.")
@@ -136,21 +135,24 @@ def prune_steps(
 
 
 def pin(
-    step: Annotated[str, typer.Argument(metavar="STEP", help="The folder of one step.")],
+    step: Annotated[str, typer.Argument(metavar="STEP", help="One step: its folder or URL.")],
     note: Annotated[str, typer.Option("--note", help="Why; for whoever looks at it later.")] = "",
 ) -> None:
     """Pin a step: no rule of retention removes it, or anything of it, until it is unpinned."""
-    folder = step_at(step).root
-    made = pin_step(LocalStorage(folder.parent), _number(folder), note)
-    typer.echo(f"{folder.name} is pinned" if made else f"{folder.name} was pinned before; nothing was changed")
+    storage = step_at(step)
+    name = name_of(storage)
+    made = pin_step(parent_of(storage), _number(storage.url, name), note)
+    typer.echo(f"{name} is pinned" if made else f"{name} was pinned before; nothing was changed")
 
 
-def unpin(step: Annotated[str, typer.Argument(metavar="STEP", help="The folder of one step, there or not.")]) -> None:
+def unpin(
+    step: Annotated[str, typer.Argument(metavar="STEP", help="One step, there or not: its folder or URL.")],
+) -> None:
     """Take the pin of a step away. It stays until retention comes by."""
-    folder = Path(step).absolute()
-    if not unpin_step(root_at(str(folder.parent)), _number(folder)):
-        raise StepNotFoundError(f"{folder.name} is not pinned; nothing was changed")
-    typer.echo(f"{folder.name} is no longer pinned")
+    above, name = place_above(step)
+    if not unpin_step(root_at(above), _number(step, name)):
+        raise StepNotFoundError(f"{name} is not pinned; nothing was changed")
+    typer.echo(f"{name} is no longer pinned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class _Plan:
     frees: dict[int, int]
 
 
-def _prune(root: LocalStorage, keep: Keep, run: str | None, *, dry_run: bool, trusting: bool) -> Pruning:
+def _prune(root: Storage, keep: Keep, run: str | None, *, dry_run: bool, trusting: bool) -> Pruning:
     """Looks, and does what the rules say. Killed in between, it can be run again."""
     with contextlib.nullcontext() if dry_run else _quiet(root):
         plan = _plan(root, keep, run, trusting=trusting)
@@ -196,7 +198,7 @@ def _prune(root: LocalStorage, keep: Keep, run: str | None, *, dry_run: bool, tr
 
 
 @contextlib.contextmanager
-def _quiet(root: LocalStorage) -> Iterator[None]:
+def _quiet(root: Storage) -> Iterator[None]:
     """No job of this machine writes here; and what an agent has committed, it has tidied up after."""
     with sole_writer(root.url):
         if listener_at(path := socket_path(root.url)):
@@ -204,7 +206,7 @@ def _quiet(root: LocalStorage) -> Iterator[None]:
         yield
 
 
-def _carry_out(root: LocalStorage, keep: Keep, plan: _Plan) -> tuple[set[int], int | None]:
+def _carry_out(root: Storage, keep: Keep, plan: _Plan) -> tuple[set[int], int | None]:
     """Steps that are gone, and what is free then."""
     start = newest_incarnation(root)
     for fate in reversed(plan.fates):
@@ -218,7 +220,7 @@ def _carry_out(root: LocalStorage, keep: Keep, plan: _Plan) -> tuple[set[int], i
     return {fate.found.step for fate in plan.fates} - there, free
 
 
-def _plan(root: LocalStorage, keep: Keep, run: str | None, *, trusting: bool) -> _Plan:
+def _plan(root: Storage, keep: Keep, run: str | None, *, trusting: bool) -> _Plan:
     """Looks at every step: sizes and names of all, every byte of the newest good one."""
     catalog = read_catalog(root)
     steps = [_looked_at(root, found) for found in catalog.steps]
@@ -242,7 +244,7 @@ def _plan(root: LocalStorage, keep: Keep, run: str | None, *, trusting: bool) ->
     return _Plan(chosen, catalog, fates, sizes, frees)
 
 
-def _looked_at(root: LocalStorage, found: Found) -> Found:
+def _looked_at(root: Storage, found: Found) -> Found:
     """The step, damaged where a file is missing or of another size."""
     if found.damage:
         return found
@@ -254,7 +256,7 @@ def _looked_at(root: LocalStorage, found: Found) -> Found:
     return found
 
 
-def _proved(root: LocalStorage, steps: list[Found], run: str) -> Iterator[Found]:
+def _proved(root: Storage, steps: list[Found], run: str) -> Iterator[Found]:
     """The steps, after every byte of the newest one was read that is to be relied upon; damaged ones are passed over."""
     sure = False
     for found in steps:
@@ -266,14 +268,14 @@ def _proved(root: LocalStorage, steps: list[Found], run: str) -> Iterator[Found]
         yield found if sure else replace(found, damage=verified.problems[0].text)
 
 
-def _optimizers(root: LocalStorage, found: Found) -> tuple[str, ...]:
+def _optimizers(root: Storage, found: Found) -> tuple[str, ...]:
     try:
         return droppable(read_manifest(step_storage(root, found.step)))
     except CheckpointError:
         return ()
 
 
-def _optimizer_bytes(root: LocalStorage, fate: Fate) -> int:
+def _optimizer_bytes(root: Storage, fate: Fate) -> int:
     folders = _optimizers(root, fate.found)
     return sum(size for folder in folders for _, size in root.list(f"{step_name(fate.found.step)}/{folder}"))
 
@@ -334,8 +336,8 @@ def _print_pruning(pruning: Pruning, console: Console) -> None:
         )
 
 
-def _number(folder: Path) -> int:
-    number = parse_step_name(folder.name)
+def _number(place: str, name: str) -> int:
+    number = parse_step_name(name)
     if number is None:
-        raise UsageError(f"{folder} is not a step of a run: its name would be {step_name(0)} and the like")
+        raise UsageError(f"{place} is not a step of a run: its name would be {step_name(0)} and the like")
     return number

@@ -15,11 +15,12 @@ from keepstep.agent.sole import sole_writer
 from keepstep.check.rebuild import attempts_in
 from keepstep.check.repair import Action, Wish, repair, repair_alone, undo
 from keepstep.cli.listing import read_listing
-from keepstep.cli.places import folder_at
+from keepstep.cli.places import folder_at, has_blob, name_of, parent_of
 from keepstep.cli.words import safe
+from keepstep.commit.publish import RUN_NAME
 from keepstep.errors import CorruptError, UsageError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name
-from keepstep.storage.local import LocalStorage
+from keepstep.storage.base import Storage
 
 __all__ = ["Repair", "StepState", "repair_run"]
 
@@ -87,17 +88,18 @@ def repair_run(
     raise typer.Exit(status)
 
 
-def _run_of(storage: LocalStorage) -> tuple[LocalStorage | None, int | None]:
+def _run_of(storage: Storage) -> tuple[Storage | None, int | None]:
     """The root of the run that the folder is or belongs to, and the step that it is. None for a step outside of any run."""
-    folder = storage.root
-    step = parse_step_name(folder.name)
-    looks_like_step = (folder / MANIFEST_NAME).exists() or bool(attempts_in(storage))
-    if step is not None and (looks_like_step or (folder.parent / "run.json").exists()):
-        return LocalStorage(folder.parent), step
+    step = parse_step_name(name_of(storage))
+    looks_like_step = has_blob(storage, MANIFEST_NAME) or bool(attempts_in(storage))
+    if step is not None:
+        root = parent_of(storage)
+        if looks_like_step or has_blob(root, RUN_NAME):
+            return root, step
     return (None if looks_like_step else storage), None
 
 
-def _actions(storage: LocalStorage, root: LocalStorage | None, wish: Wish, *, undoing: bool) -> Iterator[Action]:
+def _actions(storage: Storage, root: Storage | None, wish: Wish, *, undoing: bool) -> Iterator[Action]:
     if root is None:
         if wish.quarantine:
             raise UsageError(f"{storage.url} belongs to no run: nobody takes it for a step unless it is named")
@@ -109,10 +111,10 @@ def _actions(storage: LocalStorage, root: LocalStorage | None, wish: Wish, *, un
         yield from repair(root, wish)
 
 
-def _states(storage: LocalStorage, *, alone: bool) -> tuple[StepState, ...]:
+def _states(storage: Storage, *, alone: bool) -> tuple[StepState, ...]:
     if alone:
-        there = (storage.root / MANIFEST_NAME).exists()
-        return (StepState(storage.root.name, "committed" if there else "unfinished"),)
+        there = has_blob(storage, MANIFEST_NAME)
+        return (StepState(name_of(storage), "committed" if there else "unfinished"),)
     return tuple(StepState(line.name, line.status, line.damage) for line in read_listing(storage).steps)
 
 

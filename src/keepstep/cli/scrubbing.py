@@ -34,7 +34,7 @@ class Scrubbing:
 
 
 def scrub_run(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A run: its folder or URL.")],
     once: Annotated[bool, typer.Option("--once", help="One round and no more; so without --every, too.")] = False,
     every: Annotated[
         float | None, typer.Option("--every", metavar="HOURS", min=0.0, help="Go on, and read each step so often.")

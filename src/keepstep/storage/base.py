@@ -1,4 +1,4 @@
-"""The storage contract: seven methods (one that may be done better, one that may be answered), no rename, no flags.
+"""The storage contract: seven methods (a few more that may be done better, or answered), no rename, no flags.
 
 ``keepstep.check.contract`` tests any implementation of it.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -56,6 +56,13 @@ class Upload(Closing):
         The buffer is the caller's again when this returns.
         """
 
+    def lend_at(self, offset: int, data: Buffer) -> None:
+        """Like ``write_at``, but the buffer is lent: it stays as it is until ``commit`` or ``close`` returns.
+
+        So what sends it may do so without a copy.
+        """
+        self.write_at(offset, data)
+
     @abstractmethod
     def commit(self, size_bytes: int) -> None:
         """Makes the blob durable and visible with exactly ``size_bytes``; bytes written beyond are cut off."""
@@ -87,11 +94,20 @@ class Storage(ABC):
     """A place for blobs below one root. Every method may be called from any thread; errors are StorageError.
 
     ``url`` is what a person would call this place, for messages and for comparison between ranks. ``late_s`` is how long a
-    blob that another machine has committed may stay out of sight here.
+    blob that another machine has committed may stay out of sight here. ``exclusive`` says whether a name goes to one writer
+    only, of all that there are: False for a store that overlooks the condition of a create. ``swaps`` says the same of
+    ``put_over``. ``far`` says that every byte read comes over a wire, so that ranks do well to read it once among them.
+    Where asking costs more than a few bytes do, ``request_bytes`` is how much one read should be of, and
+    ``requests_at_once`` how many of them should be on their way; 0 where it makes no difference.
     """
 
     url: str
     late_s: float = 0.0
+    far: bool = False
+    exclusive: bool = True
+    swaps: bool = False
+    request_bytes: int = 0
+    requests_at_once: int = 0
 
     @abstractmethod
     def create(self, name: str, size_hint_bytes: int) -> Upload:
@@ -108,6 +124,24 @@ class Storage(ABC):
     @abstractmethod
     def put_new(self, name: str, data: bytes) -> bool:
         """Writes a small blob whole unless the name is taken; False when it is. Of many callers exactly one gets True."""
+
+    def put_over(self, name: str, data: bytes, expected: bytes) -> bool:
+        """Like ``put``, but only over exactly the bytes ``expected``; False when the blob holds others, or is absent.
+
+        ``data`` must be bytes that nobody else writes. Of callers at one moment that expect the same, exactly one gets True
+        where the storage ``swaps``. Elsewhere it looks before it writes, as this does, and several may.
+        """
+        try:
+            found = read_blob(self, name, len(expected))
+        except CorruptError:
+            return False
+        except StorageError as err:
+            if err.errno != errno.ENOENT:
+                raise
+            return False
+        if found == expected:
+            self.put(name, data)
+        return found == expected
 
     def append_line(self, name: str, line: bytes) -> None:
         """Adds a line, with its newline, to a blob of lines that only one process writes; makes the blob when it is absent.
@@ -139,6 +173,13 @@ class Storage(ABC):
         """How much more may be written here; None where that cannot be told."""
         return None
 
+    def written_at(self, prefix: str) -> Mapping[str, float]:
+        """When each blob below the folder ``prefix`` was written, in seconds since 1970, by the clock of the storage.
+
+        Without those of which that cannot be told, which here are all.
+        """
+        return {}
+
 
 class Subfolder(Storage):
     """A folder of another storage as a storage of its own."""
@@ -148,6 +189,18 @@ class Subfolder(Storage):
         self._prefix = f"{folder}/"
         self.url = f"{parent.url}/{folder}"
         self.late_s = parent.late_s
+        self.far = parent.far
+        self.request_bytes, self.requests_at_once = parent.request_bytes, parent.requests_at_once
+
+    @property
+    def exclusive(self) -> bool:  # type: ignore[override]
+        """See Storage."""
+        return self._parent.exclusive
+
+    @property
+    def swaps(self) -> bool:  # type: ignore[override]
+        """See Storage."""
+        return self._parent.swaps
 
     def create(self, name: str, size_hint_bytes: int) -> Upload:
         """See Storage."""
@@ -164,6 +217,10 @@ class Subfolder(Storage):
     def put_new(self, name: str, data: bytes) -> bool:
         """See Storage."""
         return self._parent.put_new(self._prefix + name, data)
+
+    def put_over(self, name: str, data: bytes, expected: bytes) -> bool:
+        """See Storage."""
+        return self._parent.put_over(self._prefix + name, data, expected)
 
     def append_line(self, name: str, line: bytes) -> None:
         """See Storage."""
@@ -185,6 +242,12 @@ class Subfolder(Storage):
     def free_bytes(self) -> int | None:
         """See Storage."""
         return self._parent.free_bytes()
+
+    def written_at(self, prefix: str) -> Mapping[str, float]:
+        """See Storage."""
+        cut = len(self._prefix)
+        found = self._parent.written_at((self._prefix + prefix).rstrip("/"))
+        return {name[cut:]: at for name, at in found.items()}
 
 
 def read_blob(storage: Storage, name: str, limit_bytes: int) -> bytes:

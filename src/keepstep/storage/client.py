@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,11 +15,15 @@ __all__ = ["Client", "Opened", "check_full", "known_trouble"]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An object as one request has found it: its size, its first bytes, and what tells this version of it from others."""
+    """An object as one request has found it: its size, its first bytes, and what tells this version of it from others.
+
+    ``generation`` does so as well, in stores that count them.
+    """
 
     size_bytes: int
     first: bytes
     version: str = ""
+    generation: str = ""
 
 
 class Client(ABC):
@@ -50,6 +54,14 @@ class Client(ABC):
         """One object, in one request. With ``new`` a FileExistsError when the name is taken."""
 
     @abstractmethod
+    def write_over(self, name: str, data: bytes, opened: Opened) -> None:
+        """One object in place of one version of it, in one request. A FileExistsError when another one is there by now.
+
+        Raises:
+            NotImplementedError: the store, or the library, has no such condition.
+        """
+
+    @abstractmethod
     def stream(self, name: str, parts: Iterator[memoryview], part_bytes: int) -> None:
         """One object from parts of ``part_bytes``, the last one shorter; a part is the library's until this returns.
 
@@ -71,6 +83,10 @@ class Client(ABC):
     @abstractmethod
     def folders(self) -> Sequence[str]:
         """The first segments of names that have more than one."""
+
+    @abstractmethod
+    def written_at(self, folder: str) -> Mapping[str, float]:
+        """When each of them was written, in seconds since 1970; without those of which that is not told."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:

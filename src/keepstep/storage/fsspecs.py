@@ -11,6 +11,7 @@ import errno
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -92,6 +93,27 @@ class FsspecClient(Client):
             else:
                 self._files.pipe_file(self._path(name), bytes(data))
 
+    def write_over(self, name: str, data: bytes, opened: Opened) -> None:
+        """See Client. In memory, and where the library passes the condition on."""
+        path = self._path(name)
+        with self._one:
+            if self._in_memory:
+                if not self._files.exists(path) or self._files.cat_file(path) != opened.first:
+                    raise FileExistsError(errno.EEXIST, "the object is another one by now")
+                self._files.pipe_file(path, data)
+                return
+        if "s3" not in self._files.protocol or not opened.version:
+            raise NotImplementedError("the library replaces an object whatever it is")
+        try:
+            self._files.pipe_file(path, data, IfMatch=opened.version)
+        except Exception as err:  # whatever the library makes of it, a condition that did not hold has one meaning
+            status = _answer(err)[1]
+            if status in (404, 412):
+                raise FileExistsError(errno.EEXIST, "the object is another one by now") from err
+            if status == 501:
+                raise NotImplementedError("the store replaces an object whatever it is") from err
+            raise
+
     def stream(self, name: str, parts: Iterator[memoryview], part_bytes: int) -> None:
         """See Client. Where a file cannot be held back until it is whole, it is written under another name and moved."""
         path = self._path(name)
@@ -125,7 +147,7 @@ class FsspecClient(Client):
             if size <= first_bytes:
                 # Whole, whatever it has become meanwhile.
                 data = bytes(self._files.cat_file(path)) if size else b""
-                return Opened(len(data), data)
+                return Opened(len(data), data, str(about.get("ETag") or ""))
             first = bytes(self._files.cat_file(path, start=0, end=first_bytes))
         check_full(len(first), first_bytes)
         return Opened(size, first)
@@ -148,6 +170,19 @@ class FsspecClient(Client):
             return []
         cut = len(self._root) + 1
         return [(path[cut:], int(about["size"] or 0)) for path, about in found.items() if path.startswith(below)]
+
+    def written_at(self, folder: str) -> Mapping[str, float]:
+        """See Client. Each file system says it under a name of its own."""
+        below = f"{self._path(folder)}/" if folder else f"{self._root}/"
+        try:
+            with self._one:
+                found: dict[str, dict[str, Any]] = self._files.find(below.rstrip("/") or "/", detail=True)
+        except FileNotFoundError as err:
+            self._check_bucket(err)
+            return {}
+        cut = len(self._root) + 1
+        told = {path[cut:]: _time_of(about) for path, about in found.items() if path.startswith(below)}
+        return {name: at for name, at in told.items() if at is not None}
 
     def folders(self) -> Sequence[str]:
         """See Client."""
@@ -215,6 +250,19 @@ class FsspecClient(Client):
     def _check_bucket(self, error: FileNotFoundError) -> None:
         if _answer(error)[0] in ("NoSuchBucket", "ContainerNotFound"):
             raise error
+
+
+def _time_of(about: Mapping[str, Any]) -> float | None:
+    """When a file was written, as far as its file system tells."""
+    told = next(
+        (about[key] for key in ("LastModified", "mtime", "updated", "last_modified", "created") if key in about), None
+    )
+    if isinstance(told, str):
+        with contextlib.suppress(ValueError):
+            told = datetime.fromisoformat(told)
+    if isinstance(told, datetime):
+        return told.timestamp()
+    return float(told) if isinstance(told, int | float) else None
 
 
 def _answer(error: BaseException | None) -> tuple[str, int]:

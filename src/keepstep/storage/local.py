@@ -13,7 +13,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -159,6 +159,14 @@ class LocalStorage(Storage):
         except OSError as err:
             raise StorageError("measure", ".", err) from err
         return found.f_bavail * found.f_frsize
+
+    def written_at(self, prefix: str) -> Mapping[str, float]:
+        """By the clock of whoever keeps the files."""
+        found = {}
+        for name, _ in self.list(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = (self.root / name).lstat().st_mtime
+        return found
 
     def _path(self, name: str) -> Path:
         path = self.root / check_name(name)

@@ -16,6 +16,8 @@ __all__ = ["MemoryStorage"]
 class MemoryStorage(Storage):
     """Holds blobs as bytes in a dictionary. Durable only while the object lives."""
 
+    swaps = True
+
     def __init__(self, name: str = "memory") -> None:
         self.url = f"memory://{name}"
         self._blobs: dict[str, bytes] = {}
@@ -41,6 +43,14 @@ class MemoryStorage(Storage):
         """Adds the entry unless it is there."""
         with self._lock:
             if check_name(name) in self._blobs:
+                return False
+            self._blobs[name] = bytes(data)
+            return True
+
+    def put_over(self, name: str, data: bytes, expected: bytes) -> bool:
+        """Replaces the entry if it is what is expected."""
+        with self._lock:
+            if self._blobs.get(check_name(name)) != expected:
                 return False
             self._blobs[name] = bytes(data)
             return True

@@ -34,6 +34,9 @@ _BROKEN = re.compile(
     r"|end of file|incomplete|body error|request or response body|got invalid [\w ]*response",
     re.IGNORECASE,
 )
+_NO_CONDITION = re.compile(
+    r"status code: 501\b|status: 501\b|NotImplemented|not implemented|(?:ETag|Version) required", re.I
+)
 _NO_KEYS = re.compile(r"169\.254\.169\.254|metadata\.google|credentials? (?:not|provider)|InstanceCredential", re.I)
 
 
@@ -106,6 +109,22 @@ class ObstoreClient(Client):
         except self._taken as err:
             raise FileExistsError(errno.EEXIST, "the name is taken") from err
 
+    def write_over(self, name: str, data: bytes, opened: Opened) -> None:
+        """See Client."""
+        told = {"e_tag": opened.version, "version": opened.generation}
+        version = {key: value for key, value in told.items() if value}
+        try:
+            self._obstore.put(self._once, name, data, mode=version, use_multipart=False)
+        except FileNotFoundError as err:
+            self._check_bucket(err)
+            raise FileExistsError(errno.EEXIST, "the object is gone") from err
+        except self.errors as err:
+            if _is_replaced(err):
+                raise FileExistsError(errno.EEXIST, "the object is another one by now") from err
+            if _NO_CONDITION.search(str(err)):
+                raise NotImplementedError("the store replaces an object whatever it is") from err
+            raise
+
     def stream(self, name: str, parts: Iterator[memoryview], part_bytes: int) -> None:
         """See Client. The parts are asked for on this thread; those on their way are the library's memory."""
         put: Callable[..., object] = self._obstore.put
@@ -126,11 +145,11 @@ class ObstoreClient(Client):
             meta = self._obstore.head(self._once, name)
             if meta["size"]:
                 raise ConnectionError(errno.EIO, "the object was replaced while it was opened") from err
-            return Opened(0, b"", meta["e_tag"] or "")
+            return Opened(0, b"", meta["e_tag"] or "", meta["version"] or "")
         meta = found.meta
         first = found.bytes().to_bytes()
         check_full(len(first), min(first_bytes, meta["size"]))
-        return Opened(meta["size"], first, meta["e_tag"] or "")
+        return Opened(meta["size"], first, meta["e_tag"] or "", meta["version"] or "")
 
     def read_into(self, name: str, opened: Opened, offset: int, buffer: memoryview) -> None:
         """See Client."""
@@ -153,6 +172,11 @@ class ObstoreClient(Client):
         """See Client."""
         pages = self._obstore.list(self._once, folder or None, chunk_size=1000)
         return [(each["path"], each["size"]) for page in pages for each in page]
+
+    def written_at(self, folder: str) -> Mapping[str, float]:
+        """See Client."""
+        pages = self._obstore.list(self._once, folder or None, chunk_size=1000)
+        return {each["path"]: each["last_modified"].timestamp() for page in pages for each in page}
 
     def folders(self) -> Sequence[str]:
         """See Client."""
@@ -183,7 +207,7 @@ class ObstoreClient(Client):
                 errno.EACCES,
                 "no credentials were found: none in the environment, and the machine has no role that gives any",
             )
-        if "PreconditionError" in type(error).__name__:
+        if _is_replaced(error):
             return Trouble(errno.ESTALE, "the object was replaced while it was read")
         if (known := known_trouble(code, 301 if "Received redirect" in text else status)) is not None:
             return known
@@ -217,6 +241,11 @@ class ObstoreClient(Client):
 def _code(text: str) -> str:
     found = _CODE.search(text)
     return found[1] if found else ""
+
+
+def _is_replaced(error: Exception) -> bool:
+    """Whether a condition on the version of an object did not hold."""
+    return "PreconditionError" in type(error).__name__
 
 
 def _is_whole(error: Exception) -> bool:

@@ -28,7 +28,8 @@ from keepstep.storage.urls import OBJECT_STORES, RemoteUrl, parse_url
 
 __all__ = ["RemoteStorage"]
 
-FIRST_BYTES = 1 << 16
+FIRST_BYTES = 1 << 18
+"""The header of a shard file of 1.5 GiB is no longer."""
 READ_BYTES = 1 << 24
 SETTLE_S = 0.5
 LATE_S = 5.0
@@ -57,6 +58,10 @@ class RemoteStorage(Storage):
         UsageError: the URL means nothing here, options the library does not know, or no library for it is installed.
     """
 
+    far = True
+    request_bytes = 1 << 23
+    requests_at_once = 16
+
     def __init__(
         self,
         url: str,
@@ -77,11 +82,12 @@ class RemoteStorage(Storage):
         self.is_plain = parsed.is_plain and not asked and not self._client.private
         self._trying_out = threading.Lock()
         self._exclusive = self._client.exclusive
+        self._swaps: bool | None = None
         self._guarding = threading.Lock()
         self.library = self._client.library
 
     @property
-    def exclusive(self) -> bool:
+    def exclusive(self) -> bool:  # type: ignore[override]
         """Whether two writers of one name cannot both get it. Found out once, by a small object that is written twice."""
         with self._trying_out:
             if self._exclusive is None:
@@ -93,6 +99,14 @@ class RemoteStorage(Storage):
                         self.url,
                     )
             return self._exclusive
+
+    @property
+    def swaps(self) -> bool:  # type: ignore[override]
+        """Whether ``put_over`` has one winner among all writers. Found out once, by an object written three times."""
+        with self._trying_out:
+            if self._swaps is None:
+                self._swaps = self._try_swapping()
+            return self._swaps
 
     def create(self, name: str, size_hint_bytes: int) -> Upload:
         """An object that is sent in parts of one size while it is written, from its beginning to its end.
@@ -140,6 +154,39 @@ class RemoteStorage(Storage):
 
         return self._patiently("put_new", name, once)
 
+    def put_over(self, name: str, data: bytes, expected: bytes) -> bool:
+        """Two requests: the second has the condition that the object is still the one that the first has found.
+
+        After a try whose answer was lost, an object with exactly these bytes is this call's own.
+        """
+        check_name(name)
+        unsure = self._client.resends
+
+        def once() -> bool | None:
+            nonlocal unsure
+            try:
+                found = self._client.open(name, max(len(expected), len(data)) + 1)
+            except FileNotFoundError as err:
+                if self._client.explain(err).errno != errno.ENOENT:
+                    raise
+                return False
+            if found.first != expected:
+                return unsure and found.first == data
+            try:
+                self._client.write_over(name, data, found)
+            except FileExistsError:
+                # Another one came in between; or an earlier try, where a library makes some by itself.
+                return unsure and self._client.open(name, len(data) + 1).first == data
+            except NotImplementedError:
+                return None
+            except self._client.errors:
+                unsure = True
+                raise
+            return True
+
+        done = self._patiently("put_over", name, once)
+        return super().put_over(name, data, expected) if done is None else done
+
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """All pages, before the first name is given."""
         folder = check_name(prefix) if prefix else ""
@@ -148,6 +195,11 @@ class RemoteStorage(Storage):
     def folders(self) -> Sequence[str]:
         """One request for each thousand of them."""
         return self._patiently("list", ".", self._client.folders)
+
+    def written_at(self, prefix: str) -> Mapping[str, float]:
+        """One request for each thousand of them."""
+        folder = check_name(prefix) if prefix else ""
+        return self._patiently("list", prefix or ".", lambda: self._client.written_at(folder))
 
     def delete(self, names: Sequence[str]) -> None:
         """Many in one request, where the store has that."""
@@ -188,6 +240,27 @@ class RemoteStorage(Storage):
             # The first answer says nothing: a try whose answer was lost may have written it.
             self._patiently("put_new", name, lambda: write(b"1"))
             return not self._patiently("put_new", name, lambda: write(b"2"))
+        finally:
+            with contextlib.suppress(StorageError):
+                self._patiently("delete", name, lambda: self._client.remove([name]))
+
+    def _try_swapping(self) -> bool:
+        name = f"{PROBE}-{secrets.token_hex(8)}"
+
+        def write_over_another() -> bool:
+            self._client.write(name, b"1")
+            first = self._client.open(name, 2)
+            self._client.write(name, b"2")
+            try:
+                self._client.write_over(name, b"3", first)
+            except FileExistsError:
+                return True
+            except NotImplementedError:
+                return False
+            return False
+
+        try:
+            return self._patiently("put_over", name, write_over_another)
         finally:
             with contextlib.suppress(StorageError):
                 self._patiently("delete", name, lambda: self._client.remove([name]))
