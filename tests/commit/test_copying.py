@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from keepstep.commit.catalog import read_catalog, read_manifest, step_storage
 from keepstep.commit.copying import copy_step, copying
 from keepstep.commit.pins import pin_step
 from keepstep.commit.publish import new_incarnation, run_of
-from keepstep.commit.retention import remove_step, sweep_leftovers
+from keepstep.commit.retention import sweep_leftovers
 from keepstep.commit.weights import drop_optimizers
 from keepstep.errors import (
     CheckpointError,
@@ -35,6 +36,7 @@ from tests.helpers.same import assert_same
 from tests.helpers.storages import Watched, failing
 
 MANIFEST = ".metadata"
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/step"))
 
 
 def train(root, steps, *, start=None, big=0, scale=1.0):
@@ -148,6 +150,18 @@ def test_a_step_outside_of_any_run_comes_into_a_root_of_its_own(saved):
         copy_step(alone, clone(saved), None)
 
 
+@pytest.mark.parametrize("step", GOLDEN, ids=lambda step: step.parent.name)
+def test_steps_of_two_ranks_in_every_format_are_copied_as_they_are(step):
+    golden, target = ks.LocalStorage(step), fresh()
+    copied = copy_step(golden, target, None, threads=2)
+    manifest = read_manifest(golden)
+    assert (copied.outcome, copied.files) == ("copied", sum(len(each) for each in manifest.files.values()))
+    place = step_storage(target, manifest.step)
+    assert blobs(place) == blobs(golden)
+    *_, verified = verify(place)
+    assert verified.ok, verified.problems
+
+
 def test_once_more_does_nothing(saved):
     target = fresh()
     copy_step(saved, target, 2)
@@ -203,6 +217,13 @@ def test_a_step_of_another_run_is_refused_with_both_ids(saved):
     assert blobs(target) == before
 
 
+def test_a_job_that_has_only_begun_has_the_target_for_itself(saved):
+    target = fresh()
+    train(target, 0)
+    with pytest.raises(MismatchError, match=run_of(target)):
+        copy_step(saved, target, 2)
+
+
 def test_roots_that_have_gone_on_apart_are_not_mixed(saved):
     one, other = clone(saved, "one"), clone(saved, "other")
     train(one, 1)
@@ -225,6 +246,33 @@ def test_of_two_steps_of_one_number_the_newer_start_of_the_run_stays(saved):
     with pytest.raises(StepExistsError, match="not older"):
         copy_step(saved, rolled, 2)
     assert blobs(rolled, "step-00000002") == blobs(target, "step-00000002")
+
+
+def test_a_step_that_comes_meanwhile_is_not_replaced(saved):
+    """Between the look at what is there and the manifest: in an empty place, and in that of an older step."""
+    newest = clone(saved, "newest")
+    for _ in range(2):
+        train(newest, 1, start=1)
+    rolled, kept = clone(saved, "rolled"), blobs(newest, "step-00000002")
+    train(rolled, 1, start=1)
+    for source, target in ((saved, fresh()), (rolled, clone(saved))):
+
+        class Overtaken(Watched):
+            def put_new(self, name, data):
+                self.overtake(name)
+                return super().put_new(name, data)
+
+            def put_over(self, name, data, expected):
+                self.overtake(name)
+                return self.inner.put_over(name, data, expected)
+
+            def overtake(self, name):
+                for blob, data in kept.items() if name.endswith(MANIFEST) else ():
+                    self.inner.put(blob, data)
+
+        with pytest.raises(StepExistsError, match="meanwhile"):
+            copy_step(source, Overtaken(target), 2)
+        assert kept.items() <= blobs(target, "step-00000002").items()
 
 
 def test_a_pinned_step_is_not_replaced(saved):
@@ -365,52 +413,54 @@ def test_what_retention_has_let_go_at_the_target_does_not_come_back():
 # --- others are at work meanwhile -------------------------------------------------------------------------------------
 
 
-def test_a_step_that_retention_takes_meanwhile_is_not_there_in_half(saved):
-    source, target = clone(saved), fresh()
-    found = next(found for found in read_catalog(source).steps if found.step == 1)
+def starting(target, *, when):
+    """Watches the target, where a job starts once in the middle of a copy: it takes an incarnation and sweeps."""
+    started = threading.Event()
 
     def before(operation, name):
-        if operation == "open" and "/state/" in name:
-            remove_step(source, found, 1)
+        if operation == "put_new" and name.startswith(when) and not started.is_set():
+            started.set()
+            note = msgspec.json.encode({"id": "another start"})
+            sweep_leftovers(target, read_catalog(target), new_incarnation(target, note))
 
-    with pytest.raises(StepNotFoundError, match="removed while it was copied"):
-        copy_step(Watched(source, before), target, 1, threads=1)
-    assert manifests(target) == []
+    return Watched(target, before)
 
 
 def test_files_that_a_starting_job_sweeps_are_sent_again(saved):
-    """It takes an incarnation, and removes what is not committed: after the files were sent, before there is a manifest."""
-    source, target, once = saved, clone(saved), threading.Event()
-    train(source_of_three := clone(saved, "three"), 1)
-    new = {"id": "another start"}
+    """After they were sent, and before there is a manifest."""
+    target = clone(saved)
+    target.delete([name for name in blobs(target) if name.startswith("step-00000001/")])
+    watched = starting(target, when="incarnations/")
+    copied = copy_step(saved, watched, 1)
+    assert (copied.outcome, copied.files) == ("copied", copied.total_files)
+    assert watched.done["commit"] == 2 * copied.total_files
+    check_whole(saved, target, 1)
+
+
+def test_a_job_that_starts_at_the_target_takes_the_number_of_the_start_that_is_copied(saved):
+    """From then on the two roots are apart."""
+    source, target = clone(saved, "source"), clone(saved)
+    train(source, 1)
+    with pytest.raises(MismatchError, match="gone on apart"):
+        copy_step(source, starting(target, when="incarnations/000002"), 3)
+    assert steps(target) == [2, 1]
+
+
+@pytest.mark.parametrize("side", ["removed", "replaced"])
+def test_a_source_that_changes_its_mind_is_told(saved, side):
+    """The step goes, or another one comes in its place, after its manifest was read."""
+    source, rolled, target = clone(saved, "source"), clone(saved, "rolled"), fresh()
+    train(rolled, 1, start=1)
 
     def before(operation, name):
-        if operation == "commit" and not once.is_set():
-            once.set()
-        elif operation == "put_new" and name == "incarnations/000002" and not target_swept.is_set():
-            target_swept.set()
-            taken = new_incarnation(target, msgspec.json.encode(new))
-            sweep_leftovers(target, read_catalog(target), taken)
+        if operation == "open" and "/state/" in name:
+            source.delete([name for name in blobs(source) if name.startswith("step-00000002/")])
+            if side == "replaced":
+                copy_step(rolled, source, 2)
 
-    target_swept = threading.Event()
-    # The start of the source that has saved step 3 is number 2: so is the one that begins at the target.
-    with pytest.raises(MismatchError, match="gone on apart"):
-        copy_step(source_of_three, Watched(target, before), 3)
-    assert steps(target) == [2, 1]
-    # With an older step the numbers do not meet, and it is sent once more.
-    target = clone(source)
-    target.delete([name for name in blobs(target) if name.startswith("step-00000001/")])
-    swept = threading.Event()
-
-    def sweep(operation, name):
-        if operation == "put_new" and name.startswith("incarnations/") and not swept.is_set():
-            swept.set()
-            sweep_leftovers(target, read_catalog(target), new_incarnation(target, msgspec.json.encode(new)))
-
-    copied = copy_step(source, Watched(target, sweep), 1)
-    assert swept.is_set()
-    assert copied.outcome == "copied"
-    check_whole(source, target, 1)
+    with pytest.raises(StepNotFoundError, match=f"{side} while it was copied"):
+        copy_step(Watched(source, before), target, 2, threads=1)
+    assert manifests(target) == []
 
 
 def test_a_manifest_whose_files_are_swept_in_the_last_moment_goes_again(saved):

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import keepstep
 from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_agents
 from keepstep.cli.collecting import collect_garbage
+from keepstep.cli.copying import copy_steps
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.places import folder_at, is_step, name_of, root_at, step_at
@@ -53,7 +54,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     name="keepstep",
-    help="Lists, shows, verifies, repairs and prunes the checkpoints of training runs, and drills training scripts.",
+    help="Lists, shows, verifies, copies, repairs and prunes the checkpoints of training runs, and drills training scripts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -151,6 +152,7 @@ def show_stats(
         print_stats(stats, _console())
 
 
+app.command("cp")(copy_steps)
 app.command("drill")(drill_script)
 app.command("prune")(prune_steps)
 app.command("repair")(repair_run)

@@ -226,8 +226,7 @@ def _publish(origin: Origin, target: Storage, standing: _Standing) -> None:
         if standing.there is None:
             sure = place.put_new(MANIFEST_NAME, origin.raw)
         else:
-            place.put(MANIFEST_NAME, origin.raw)
-            sure = True
+            sure = place.put_over(MANIFEST_NAME, origin.raw, standing.there)
     except StorageError as err:
         sure, failed = False, err
     if not sure:
@@ -237,7 +236,7 @@ def _publish(origin: Origin, target: Storage, standing: _Standing) -> None:
         except CheckpointError as err:
             raise failed or err from err
         if now != origin.raw:
-            raise failed or StepExistsError(f"{place.url}: another step was committed there meanwhile; it was left")
+            raise failed or StepExistsError(f"{place.url} has changed meanwhile, and was left as it is: copy it again")
         # That it is seen does not mean that it is durable; that it is put once more does.
         place.put(MANIFEST_NAME, origin.raw)
     there = {name for name, _ in place.list("")}
