@@ -71,8 +71,8 @@ class Taker(ABC):
         """One object from parts, in their order. Nothing is left when ``parts`` raises."""
 
 
-class _GivenUpError(Exception):
-    """The upload was closed without a commit."""
+class _GivenUpError(BaseException):
+    """The upload was closed without a commit. No failure of a store: what is to be tried again does not catch it."""
 
 
 class _Part:
