@@ -20,12 +20,14 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tests/servers/azurite/package-lock.json
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "keepstep needs Python 3.11 or newer; set PYTHON=/path/to/python3.11 (found: $$($(PYTHON) --version))"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@npm ci --silent --ignore-scripts --no-audit --no-fund --prefix tests/servers/azurite \
+		|| echo "npm has not brought Azurite: the tests that need a store of Azure's kind are skipped"
 	@touch $@
 
 demo: $(READY)

@@ -11,7 +11,17 @@ import hypothesis
 import pytest
 
 from tests.helpers.ranks import RankPool
-from tests.helpers.servers import Server, gcs_server, moto_server, rclone_server
+from tests.helpers.servers import (
+    Server,
+    azurite_server,
+    fake_gcs_server,
+    gcp_emulator,
+    gcs_server,
+    gcsfs_alone,
+    moto_server,
+    rclone_server,
+    why_no_azurite,
+)
 
 pytest.register_assert_rewrite("keepstep.check.contract")
 
@@ -88,8 +98,31 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[Server]:
-    """A server that speaks Google's protocol."""
+    """A server that speaks the part of Google's protocol that obstore uses."""
     with gcs_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fake_gcs() -> Iterator[Server]:
+    """A server that speaks the part of Google's protocol that gcsfs uses."""
+    with gcsfs_alone(), fake_gcs_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcp() -> Iterator[Server]:
+    """Another one, which overlooks conditions."""
+    with gcsfs_alone(), gcp_emulator() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[Server]:
+    """A server that speaks Azure's protocol. It comes by npm; where that was not there, its tests are skipped."""
+    if missing := why_no_azurite():
+        pytest.skip(missing)
+    with azurite_server() as server:
         yield server
 
 

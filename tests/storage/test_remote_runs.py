@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -11,77 +10,27 @@ import pytest
 import torch
 
 import keepstep as ks
-from keepstep.agent.client import call_agent
-from keepstep.agent.node import socket_path
-from keepstep.agent.protocol import Stop
-from keepstep.errors import AgentError, StepNotFoundError
+from keepstep.errors import StepNotFoundError
 from keepstep.storage.base import Subfolder
-from keepstep.storage.parts import PartLimits
 from keepstep.storage.remote import RemoteStorage
-from keepstep.storage.retry import Patience
 from tests.helpers.agents import agent_of, wait_until
+from tests.helpers.buckets import (
+    PAGE,
+    QUICK,
+    SMALL_PARTS,
+    a_run,
+    advance,
+    agents_end,
+    committed,
+    environment,
+    same,
+    training,
+    weights,
+)
 from tests.helpers.proxy import at_random, proxy_before
 from tests.helpers.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.slow
-
-PAGE = 4096
-QUICK = Patience(tries=10, first_wait_s=0.002, longest_wait_s=0.02, request_s=20)
-SMALL_PARTS = PartLimits(usual_bytes=16 * PAGE, least_bytes=PAGE)
-
-
-def a_run(server, name=""):
-    return f"s3://{server.make_bucket('runs')}/{name or 'run'}-{secrets.token_hex(4)}"
-
-
-def training(seed=0):
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return ks.TrainState(model=model, optimizer=optimizer)
-
-
-def advance(state, steps=1):
-    model, optimizer = state["model"], state["optimizer"]
-    for _ in range(steps):
-        model(torch.ones(4, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def weights(state):
-    return {key: value.clone() for key, value in state["model"].state_dict().items()}
-
-
-def same(one, other):
-    return all(torch.equal(one[key], other[key]) for key in one)
-
-
-@contextlib.contextmanager
-def environment(server, endpoint=""):
-    """As a user's shell has it: the URL says nothing of where the store is and who may enter."""
-    before = dict(os.environ)
-    os.environ.update(server.environment(endpoint))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def agents_end(url):
-    """No agent of this root is left."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(AgentError):
-            call_agent(socket_path(url), Stop(now=True))
-
-
-def committed(root):
-    return sorted(int(name[5:]) for name in root.folders() if name.startswith("step-"))
-
 
 # --- one process ------------------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class FsspecClient(Client):
         memory = import_module("fsspec.implementations.memory")
         self._in_memory = self.private = isinstance(files, memory.MemoryFileSystem)
         self._has_objects = self._in_memory or url.scheme in OBJECT_STORES
+        self._no_marks = OBJECT_STORES.get(url.scheme) == "azure"
         # Where a second writer may come between looking and writing, the store cannot be tried out.
         self.exclusive = None if self._has_objects else False
         # File systems that are not made for several threads have one position in a file, or one channel; and what is in
@@ -240,11 +241,17 @@ class FsspecClient(Client):
             file.close()
             file.commit()
         except BaseException:
-            with contextlib.suppress(Exception):
-                file.discard()
+            # Some publish what they have when they are closed, if only as garbage; not what they take for sent.
+            file.forced = True
+            for give_up in (file.discard, file.close):
+                with contextlib.suppress(Exception):
+                    give_up()
             raise
 
     def _path(self, name: str) -> str:
+        if self._no_marks and "?" in name:
+            # It would be read as the beginning of a version, and the object get another name.
+            raise OSError(errno.EINVAL, "this library cannot reach names with a question mark")
         return f"{self._root}/{name}"
 
     def _check_bucket(self, error: FileNotFoundError) -> None:
