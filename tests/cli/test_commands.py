@@ -184,7 +184,7 @@ def test_a_scheduler_that_was_not_saved_is_visibly_absent(saved, tmp_path):
 def test_show_json_has_the_documented_fields(saved):
     facts = json.loads(call("show", saved / "step-00000003", "--json").stdout)
     assert set(facts) == documented("show")
-    assert (facts["step"], facts["world_size"], facts["format"]) == (3, 1, "1.1")
+    assert (facts["step"], facts["world_size"], facts["format"]) == (3, 1, "1.2")
     assert facts["lineage"]["parent"] == {"run": facts["lineage"]["run"], "incarnation": 1, "step": 1}
     assert set(facts["versions"]) == {"keepstep", "torch", "python", "cpu", "code"}
     assert facts["tensor_list"] is None
@@ -328,8 +328,8 @@ def test_verify_names_the_fault_and_exits_by_its_kind(root):
 
 def test_verify_of_a_newer_format_exits_with_its_status(root):
     path = root / "step-00000003" / ".metadata"
-    path.write_text(path.read_text().replace('"format": [1,', '"format": [2,').replace("[2,1]", "[2,0]"))
-    assert "written in format 2.0; this keepstep reads format 1" in call("verify", path.parent, status=6).stdout
+    path.write_text(path.read_text().replace('"format": [1,', '"format": [2,'))
+    assert "written in format 2.2; this keepstep reads format 1" in call("verify", path.parent, status=6).stdout
     result = call("show", path.parent, status=6)
     assert result.stderr.startswith("error[format]: ")
     assert str(path) in result.stderr

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.check.rebuild import Rebuilt, attempts_in, rebuild
-from keepstep.check.run import read_hint
 from keepstep.check.verify import Problem, verify
 from keepstep.commit.aside import bring_back, put_aside, set_aside
 from keepstep.commit.catalog import (
@@ -27,7 +26,7 @@ from keepstep.commit.catalog import (
     read_manifest,
     step_storage,
 )
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, point_latest, run_of
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, point_latest, read_hint, run_of
 from keepstep.commit.records import now_text, read_records
 from keepstep.errors import CorruptError, FormatError, StepNotFoundError, StorageError
 from keepstep.format.manifest import FORMAT_MAJOR, MANIFEST_NAME, VERSION, Manifest, parse_step_name, step_name
@@ -364,7 +363,7 @@ def _hint(root: Storage, catalog: Catalog, wish: Wish) -> Iterator[Action]:
         if hint is not None and (hint.step, hint.incarnation, hint.manifest) == (*found.order[::-1], mark):
             return
         if not wish.dry_run:
-            point_latest(root, manifest, mark)
+            point_latest(root, manifest, mark, back=True)
         was = f"it named step {hint.step}" if hint is not None else wrong
         yield Action("latest", LATEST_NAME, outcome, f"{was}; it names step {found.step}, the newest that is good")
         return

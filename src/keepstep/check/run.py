@@ -10,29 +10,18 @@ import errno
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from keepstep.check.verify import Problem
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, Catalog, read_catalog, read_manifest, step_storage
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, run_of
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, read_hint, run_of
 from keepstep.commit.records import RECORDS_NAME, SaveRecord, read_records
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError
 from keepstep.format.manifest import MANIFEST_NAME, Lineage, parse_head, step_name
 from keepstep.format.shardfile import digest
 from keepstep.storage.base import Storage, read_blob
 
-__all__ = ["Hint", "RunVerified", "read_hint", "verify_run"]
+__all__ = ["RunVerified", "verify_run"]
 
-MAX_HINT_BYTES = 1 << 16
-
-
-class Hint(msgspec.Struct, frozen=True):
-    """What the file ``latest`` says."""
-
-    step: int
-    incarnation: int
-    path: str
-    manifest: str
+SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +55,12 @@ def verify_run(root: Storage, catalog: Catalog) -> RunVerified:
         *_run(root, lineages),
         *_incarnations(root, lineages),
         *_parents(lineages),
+        *_unguarded(lineages),
         *_lost(root, catalog),
     ]
     return RunVerified(
         tuple(one for one in told if isinstance(one, Problem)), tuple(one for one in told if isinstance(one, str))
     )
-
-
-def read_hint(root: Storage) -> Hint | None:
-    """What ``latest`` says; None when it is absent.
-
-    Raises:
-        CorruptError: it says nothing that makes sense.
-        StorageError: it cannot be read.
-    """
-    try:
-        return msgspec.json.decode(read_blob(root, LATEST_NAME, MAX_HINT_BYTES), type=Hint)
-    except StorageError as err:
-        if err.errno == errno.ENOENT:
-            return None
-        raise
-    except (msgspec.MsgspecError, UnicodeDecodeError) as err:
-        raise CorruptError(f"{LATEST_NAME} cannot be read: {err}") from err
 
 
 def _latest(root: Storage, catalog: Catalog) -> Iterator[Problem | str]:
@@ -183,6 +156,17 @@ def _parents(lineages: Mapping[int, Lineage]) -> Iterator[Problem | str]:
             yield Problem("lineage", f"{step_name(step)}/{MANIFEST_NAME}", f"step {step}: {wrong}")
     if gone:
         yield f"steps that others came from are gone, as retention lets them: {', '.join(map(str, sorted(gone)))}"
+
+
+def _unguarded(lineages: Mapping[int, Lineage]) -> Iterator[str]:
+    steps = [str(step) for step, lineage in sorted(lineages.items()) if lineage.exclusive is False]
+    if steps:
+        more = f" and {len(steps) - SHOWN} more" if len(steps) > SHOWN else ""
+        shown = ", ".join(steps[-SHOWN:])
+        text = (
+            "the store gives a name to more than one writer, as it was found to do before these steps were committed:"
+        )
+        yield f"{text} {shown}{more}; only one job at a time may save there"
 
 
 def _lost(root: Storage, catalog: Catalog) -> Iterator[Problem]:

@@ -81,7 +81,8 @@ class Agreement:
     """The plan all ranks follow. ``live_index`` is None when stored and live tensors have the same order.
 
     ``skip`` says that some rank is busy, so that nobody saves; ``agents`` are the names of those at work, by rank.
-    ``leftovers`` (on the coordinator) are names that were in the step's folder before this attempt.
+    ``leftovers`` (on the coordinator) are names that were in the step's folder before this attempt, ``exclusive`` is whether
+    its storage gives a name to one writer only.
     """
 
     save_id: str
@@ -93,6 +94,7 @@ class Agreement:
     leftovers: tuple[str, ...]
     skip: bool = False
     agents: tuple[str, ...] = ()
+    exclusive: bool = True
 
 
 class _Entry(msgspec.Struct):
@@ -131,6 +133,7 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
     posted = phase.gather(msgspec.msgpack.encode(entry))
     answer = b""
     leftovers: tuple[str, ...] = ()
+    exclusive = True
     if posted is not None:
         decided = _decide([msgspec.msgpack.decode(raw, type=_Entry) for raw in posted])
         if attempt.root is not None and attempt.failed_step >= 0 and not decided.skip:
@@ -141,6 +144,7 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
         leftovers = tuple(name for name in there if name not in aside)
         if MANIFEST_NAME in leftovers:
             raise StepExistsError(f"{storage.url} is already committed; it was left as it is, nothing was written")
+        exclusive = storage.exclusive
         answer = msgspec.msgpack.encode(decided)
     reply = msgspec.msgpack.decode(phase.broadcast(answer), type=_Answer)
     known, told = attempt.known, _Told(snapshot.structure, snapshot.tree, snapshot.aliases)
@@ -156,7 +160,16 @@ def agree(phase: Phase, ranks: Ranks, storage: Storage, snapshot: Snapshot, atte
     ):
         index = {spec.key: position for position, spec in enumerate(live)}
     return Agreement(
-        reply.save_id, attempt.step, known, told.tree, told.aliases, index, leftovers, reply.skip, reply.agents
+        reply.save_id,
+        attempt.step,
+        known,
+        told.tree,
+        told.aliases,
+        index,
+        leftovers,
+        reply.skip,
+        reply.agents,
+        exclusive,
     )
 
 

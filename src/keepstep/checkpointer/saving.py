@@ -212,7 +212,7 @@ def order_of(snapshot: Snapshot, agreed: Agreement, attempt: Attempt, world: int
         step=attempt.step,
         save_id=agreed.save_id,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
-        lineage=attempt.lineage,
+        lineage=msgspec.structs.replace(attempt.lineage, exclusive=agreed.exclusive),
         metrics=dict(attempt.metrics),
         world_size=world,
         versions=Versions(

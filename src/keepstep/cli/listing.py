@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -12,14 +11,12 @@ from keepstep.check.scrub import Scrubbed, read_scrubbed
 from keepstep.cli.words import age_s, age_words, metric_words, safe, size_words
 from keepstep.commit.catalog import MOST_LOOKS, Catalog, Found, check_files, read_catalog, read_manifest, step_storage
 from keepstep.commit.pins import pinned_steps
-from keepstep.commit.publish import LATEST_NAME
+from keepstep.commit.publish import read_hint
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError
 from keepstep.format.manifest import parse_step_name, step_name
-from keepstep.storage.base import Storage, read_blob
+from keepstep.storage.base import Storage
 
 __all__ = ["Listing", "StepLine", "print_listing", "read_listing"]
-
-HINT_LIMIT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ def _line(root: Storage, found: Found) -> StepLine:
 def _hint(root: Storage) -> int | None:
     """The step that ``latest`` names; None when it is absent or not readable, which harms nobody."""
     try:
-        hint = msgspec.json.decode(read_blob(root, LATEST_NAME, HINT_LIMIT_BYTES))
-        return int(hint["step"])
-    except (CheckpointError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        hint = read_hint(root)
+    except CheckpointError:
         return None
+    return None if hint is None else hint.step

@@ -162,6 +162,7 @@ def print_step(facts: StepFacts, console: Console) -> None:
         "code": safe(versions.code),
         "config": safe(config_words(facts.config)),
         "format": f"{facts.format}, attempt {safe(facts.save_id)}",
+        "store": _store_words(lineage.exclusive),
         "metrics": metric_words(facts.metrics),
     }
     for name, text in rows.items():
@@ -175,6 +176,13 @@ def print_step(facts: StepFacts, console: Console) -> None:
         _print_layouts(facts.layouts, console)
     if facts.damage is not None:
         console.print(f"\ndamaged: {safe(facts.damage)}", soft_wrap=True)
+
+
+def _store_words(exclusive: bool | msgspec.UnsetType) -> str:
+    """Nothing of a place that does what it should."""
+    return (
+        "" if exclusive is not False else "gives a name to more than one writer: only one job at a time may save there"
+    )
 
 
 def _print_components(components: tuple[ComponentLine, ...], console: Console) -> None:

@@ -12,7 +12,7 @@ from keepstep.check.run import verify_run
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.words import plural, safe, size_words
 from keepstep.commit.aside import set_aside
-from keepstep.commit.catalog import read_catalog, step_storage
+from keepstep.commit.catalog import read_catalog, read_manifest, step_storage
 from keepstep.commit.garbage import find_garbage
 from keepstep.errors import StepNotFoundError
 from keepstep.format.manifest import MANIFEST_NAME, step_name
@@ -59,7 +59,12 @@ class Verification:
 def verify_step(storage: Storage, name: str, errors: Console) -> Verification:
     """Verifies one step; the bar goes to ``errors`` where that is a terminal."""
     result = _run(storage, name, errors)
-    return _summed(storage.url, [result])
+    summed = _summed(storage.url, [result])
+    if not result.ok or read_manifest(storage).lineage.exclusive is not False:
+        return summed
+    return replace(
+        summed, notes=("the store gives a name to more than one writer: only one job at a time may save there",)
+    )
 
 
 def verify_root(root: Storage, errors: Console) -> Verification:

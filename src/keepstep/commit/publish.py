@@ -35,12 +35,14 @@ __all__ = [
     "INCARNATIONS",
     "LATEST_NAME",
     "RUN_NAME",
+    "Hint",
     "collect_receipts",
     "commit_step",
     "is_overtaken",
     "new_incarnation",
     "newest_incarnation",
     "point_latest",
+    "read_hint",
     "run_of",
 ]
 
@@ -48,6 +50,8 @@ LATEST_NAME = "latest"
 RUN_NAME = "run.json"
 INCARNATIONS = "incarnations"
 _log = logging.getLogger("keepstep")
+MAX_HINT_BYTES = 1 << 16
+POINTING_TRIES = 20
 OVERTAKEN_S = 0.5
 """A manifest that took longer than this to be put in place is looked after: deadlines are a second or more."""
 
@@ -186,16 +190,60 @@ def _check_not_overtaken(storage: Storage, manifest: Manifest, data: bytes) -> N
         )
 
 
-def point_latest(storage: Storage, manifest: Manifest, manifest_digest: str) -> None:
-    """Moves the hint to this step. Readers trust manifests; this is for people and scripts."""
+class Hint(msgspec.Struct, frozen=True):
+    """What the file ``latest`` says. Readers trust manifests; this is for people and scripts."""
+
+    step: int
+    incarnation: int
+    path: str
+    manifest: str
+
+
+def read_hint(root: Storage) -> Hint | None:
+    """What ``latest`` says; None when it is absent.
+
+    Raises:
+        CorruptError: it says nothing that makes sense.
+        StorageError: it cannot be read.
+    """
+    raw = _raw_hint(root)
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=Hint)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as err:
+        raise CorruptError(f"{LATEST_NAME} cannot be read: {err}") from err
+
+
+def point_latest(storage: Storage, manifest: Manifest, manifest_digest: str, *, back: bool = False) -> bool:
+    """Moves the hint to this step; False, and it stays, when it names a newer one already, unless ``back``.
+
+    So whoever wakes up late does not move it back: where the storage swaps, not even while another one moves it.
+    """
     reach("latest")
-    hint = {
-        "step": manifest.step,
-        "incarnation": manifest.lineage.incarnation,
-        "path": step_name(manifest.step),
-        "manifest": manifest_digest,
-    }
-    storage.put(LATEST_NAME, msgspec.json.format(msgspec.json.encode(hint)) + b"\n")
+    incarnation = manifest.lineage.incarnation
+    hint = Hint(manifest.step, incarnation, step_name(manifest.step), manifest_digest)
+    data = msgspec.json.format(msgspec.json.encode(hint)) + b"\n"
+    for _ in range(POINTING_TRIES):
+        try:
+            before = _raw_hint(storage)
+            there = None if before is None else msgspec.json.decode(before, type=Hint)
+        except (CorruptError, msgspec.MsgspecError, UnicodeDecodeError):
+            # Whatever that is, it names no step.
+            storage.put(LATEST_NAME, data)
+            return True
+        if not back and there is not None and (there.incarnation, there.step) > (incarnation, manifest.step):
+            return False
+        if storage.put_new(LATEST_NAME, data) if before is None else storage.put_over(LATEST_NAME, data, before):
+            return True
+    return False
+
+
+def _raw_hint(root: Storage) -> bytes | None:
+    try:
+        return read_blob(root, LATEST_NAME, MAX_HINT_BYTES)
+    except StorageError as err:
+        if err.errno != errno.ENOENT:
+            raise
+        return None
 
 
 def newest_incarnation(storage: Storage) -> int:

@@ -49,7 +49,7 @@ __all__ = [
 
 VERSION = "0.1.0"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 MANIFEST_NAME = ".metadata"
 STATE_FOLDER = "state"
 TREE_NAME = "~tree"
@@ -92,11 +92,15 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """Which run wrote the step, in which start of the job, and from which step that start came."""
+    """Which run wrote the step, in which start of the job, and from which step that start came.
+
+    ``exclusive`` says whether the storage it was committed to gave a name to one writer only; UNSET before format 1.2.
+    """
 
     run: str
     incarnation: int = 0
     parent: Parent | None = None
+    exclusive: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Component(msgspec.Struct, frozen=True):
