@@ -107,7 +107,7 @@ def test_a_create_that_fails_once_has_one_winner(storage, proxy, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [DROP, RESET, CUT, SHORT, 503], ids=str)
 def test_a_body_that_is_cut_is_read_again(storage, proxy, kind):
-    data = pattern(300_000)
+    data = pattern(700_000)
     write(storage, "a/large", data)
     proxy.fault = nth(kind, 0, 2, 4, method="GET")
     with storage.open("a/large") as blob:
@@ -120,13 +120,13 @@ def test_a_body_that_is_cut_is_read_again(storage, proxy, kind):
 
 @pytest.mark.slow
 def test_a_body_that_is_always_short_is_an_error_and_never_a_value(storage, proxy):
-    storage.put("a/x", pattern(100_000))
+    storage.put("a/x", pattern(400_000))
     blob = storage.open("a/x")
     proxy.fault = lambda asked: SHORT if asked.method == "GET" else None
     with pytest.raises(
         StorageError, match=r"read of 'a/x' failed: .*bytes.* were asked for|read of 'a/x' failed"
     ) as caught:
-        blob.read_into(70_000, memoryview(bytearray(30_000)))
+        blob.read_into(300_000, memoryview(bytearray(30_000)))
     assert caught.value.errno == errno.EIO
     assert "tried 8 times" in str(caught.value)
 

@@ -119,6 +119,8 @@ def save_step(
             heads = file_heads(files, origin, order)
         with contextlib.closing(ShardWriter(storage, heads, origin=origin, arena=arena)) as writer:
             with timeline.span("copy"):
+                for chunk in fill(files, snapshot.locals, extras, arena, timeline) if writer.seals_first else ():
+                    writer.seal(chunk)
                 for chunk in fill(files, snapshot.locals, extras, arena, timeline):
                     writer.submit(chunk)
             with timeline.span("compare"):

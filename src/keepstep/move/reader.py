@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import threading
 import time
@@ -26,23 +27,29 @@ from keepstep.format.shardfile import Entry, ShardHeader, digest, header_bytes, 
 from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
 
-__all__ = ["READER_THREADS", "ShardFile", "open_shard", "read_named", "read_pieces"]
+__all__ = ["READER_THREADS", "ShardFile", "copy_box", "open_shard", "read_named", "read_pieces"]
 
 READER_THREADS = min(4, max(2, os.cpu_count() or 2))
 CHUNK_BYTES = 1 << 22
 STRAIGHT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 19
 FIRST_READ_BYTES = 1 << 12
+GAP_SHARE = 32
+"""Over a wire, a gap of at most this share of what is read before it is read too, in place of one more request."""
 LOOK_S = 0.05
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """An open shard file and its proved header. ``by_piece`` finds an entry by key and offsets."""
+    """An open shard file and its proved header. ``by_piece`` finds an entry by key and offsets.
+
+    ``request_bytes`` is how much is best read at once; 0 where any size is as good, as on a disk.
+    """
 
     name: str
     blob: Blob
     header: ShardHeader
     by_piece: dict[tuple[str, tuple[int, ...]], Entry]
+    request_bytes: int = 0
 
 
 class _Task(msgspec.Struct, frozen=True, gc=False):
@@ -95,7 +102,8 @@ def open_shard(
     except BaseException:
         blob.close()
         raise
-    return ShardFile(name, blob, header, {(entry.key, entry.box.offsets): entry for entry in header.entries})
+    by_piece = {(entry.key, entry.box.offsets): entry for entry in header.entries}
+    return ShardFile(name, blob, header, by_piece, storage.request_bytes)
 
 
 def read_pieces(
@@ -120,13 +128,17 @@ def read_pieces(
     bytes_read = 0
     files: list[ShardFile] = []
     records: dict[str, dict[int, FileRecord]] = {}
+    for folder, _ in by_file:
+        if folder not in records:
+            records[folder] = {record.rank: record for record in manifest.files.get(folder, ())}
     try:
         tasks: list[_Task] = []
-        for (folder, rank), here in by_file.items():
-            if folder not in records:
-                records[folder] = {record.rank: record for record in manifest.files.get(folder, ())}
-            file = open_shard(storage, manifest, folder, rank, records[folder])
-            files.append(file)
+        if storage.requests_at_once and len(by_file) > 1:
+            files = _open_together(storage, manifest, [*by_file], records)
+        for number, ((folder, rank), here) in enumerate(by_file.items()):
+            if number == len(files):
+                files.append(open_shard(storage, manifest, folder, rank, records[folder]))
+            file = files[number]
             bytes_read += file.header.data_offset
             reads: list[Read] = []
             for piece in here:
@@ -138,7 +150,7 @@ def read_pieces(
                 reads.extend(plan_reads(piece, entry, wants[piece.want]))
             tasks.extend(_tasks(file, reads, targets))
         bytes_read += sum(task.stop - task.start for task in tasks)
-        _run(tasks, wants, targets)
+        _run(tasks, wants, targets, storage.requests_at_once or READER_THREADS)
     finally:
         for file in files:
             file.blob.close()
@@ -182,25 +194,46 @@ def read_named(
             wants.append(want)
             held.append(target)
         tasks = list(_tasks(file, reads, held))
-        _run(tasks, wants, held)
+        _run(tasks, wants, held, storage.requests_at_once or READER_THREADS)
     return file.header.data_offset + sum(task.stop - task.start for task in tasks)
 
 
+def _open_together(
+    storage: Storage, manifest: Manifest, wanted: list[tuple[str, int]], records: dict[str, dict[int, FileRecord]]
+) -> list[ShardFile]:
+    """Opens several files, each with a request of its own and many at once; when one fails, none stays open."""
+    with ThreadPoolExecutor(min(storage.requests_at_once, len(wanted)), thread_name_prefix="keepstep-open") as pool:
+        opening = [pool.submit(open_shard, storage, manifest, *each, records[each[0]]) for each in wanted]
+    for each in opening:
+        if each.exception() is not None:
+            for other in opening:
+                if other.exception() is None:
+                    other.result().blob.close()
+    return [each.result() for each in opening]
+
+
 def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> Iterator[_Task]:
-    """Cuts reads into block-aligned tasks: the inside of large runs straight, everything else grouped by neighbourhood."""
-    end, block = file.header.data_bytes, file.header.block_bytes
+    """Cuts reads into block-aligned tasks: the inside of large runs straight, everything else grouped by neighbourhood.
+
+    Over a wire a request for the few bytes beside a run takes as long as some for the run: there all is grouped, and what
+    lies in a small gap is read as well.
+    """
+    end, block, far = file.header.data_bytes, file.header.block_bytes, file.request_bytes
+    most = far or 2 * CHUNK_BYTES
     shared: list[Read] = []
     for read in reads:
         target = targets[read.want]
         first = -(-read.start // block) * block
         last = read.stop if read.stop == end else read.stop // block * block
-        if read.at < 0 or last - first < STRAIGHT_BYTES or target.device.type != "cpu":
-            # A long run that cannot go straight to its target is read in pieces that fit a buffer.
-            step = CHUNK_BYTES if read.at >= 0 else max(CHUNK_BYTES, read.stop - read.start)
-            for start in range(read.start, read.stop, step):
-                at = read.at + start - read.start if read.at >= 0 else -1
-                stop = min(start + step, read.stop)
-                shared.append(Read(start, stop, read.want, at, read.box, read.strides))
+        if far or read.at < 0 or last - first < STRAIGHT_BYTES or target.device.type != "cpu":
+            if read.at < 0:
+                shared.append(read)
+                continue
+            # A long run that cannot go straight to its target is read in pieces that fit a buffer, whole blocks each.
+            step = max(STRAIGHT_BYTES if far else CHUNK_BYTES, block)
+            cuts = [read.start, *range((read.start // step + 1) * step, read.stop, step), read.stop]
+            runs = (run for run in itertools.pairwise(cuts) if run[0] < run[1])
+            shared.extend(Read(start, stop, read.want, read.at + start - read.start) for start, stop in runs)
             continue
         address = target.data_ptr() + read.at - read.start
         for start in range(first, last, CHUNK_BYTES):
@@ -215,7 +248,8 @@ def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> I
     for read in shared:
         first = read.start // block * block
         last = min(-(-read.stop // block) * block, end)
-        if group and (first > high or max(last, high) - low > 2 * CHUNK_BYTES):
+        gap = (high - low) // GAP_SHARE if far else 0
+        if group and (first > high + gap or max(last, high) - low > most):
             yield _Task(file, low, high, 0, tuple(group))
             group = []
         if not group:
@@ -226,7 +260,7 @@ def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> I
         yield _Task(file, low, high, 0, tuple(group))
 
 
-def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> None:
+def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor], most_threads: int) -> None:
     """Executes the tasks on a few threads; the first failure stops the rest and is raised."""
     tasks.sort(key=lambda task: (id(task.file), task.start))
     pending = iter(tasks)
@@ -247,7 +281,7 @@ def _run(tasks: list[_Task], wants: list[Want], targets: list[torch.Tensor]) -> 
                 stop.set()
                 raise
 
-    threads = min(READER_THREADS, len(tasks))
+    threads = min(most_threads, len(tasks))
     if threads <= 1:
         work()
         return
@@ -277,16 +311,16 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
         # In a worker thread the current device is the first one: without this it would get a context it does not need.
         with torch.cuda.device_of(target):
             if read.box is not None:
-                _copy_box(buffer[skip:], read, wants[read.want], target)
+                copy_box(buffer[skip:], read, wants[read.want], target)
                 continue
             flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
             flat[read.at : read.at + read.stop - read.start].copy_(buffer[skip : skip + read.stop - read.start])
 
 
 def _read_proved(task: _Task, view: memoryview) -> None:
-    """Reads whole blocks and compares each with its digest while it is still in the processor's cache."""
+    """Reads whole blocks and compares each with its digest, on a disk while it is still in the processor's cache."""
     header, block = task.file.header, task.file.header.block_bytes
-    piece = max(PIECE_BYTES, block)
+    piece = max(task.file.request_bytes or PIECE_BYTES, block)
     for start in range(0, len(view), piece):
         part = view[start : start + piece]
         task.file.blob.read_into(header.data_offset + task.start + start, part)
@@ -300,7 +334,7 @@ def _read_proved(task: _Task, view: memoryview) -> None:
                 )
 
 
-def _copy_box(buffer: torch.Tensor, read: Read, want: Want, target: torch.Tensor) -> None:
+def copy_box(buffer: torch.Tensor, read: Read, want: Want, target: torch.Tensor) -> None:
     """Copies the box a span holds into its place in the target, both with gaps."""
     assert read.box is not None  # noqa: S101  only reads with a box come here
     item = target.element_size()

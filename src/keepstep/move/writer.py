@@ -11,7 +11,9 @@ import threading
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from keepstep.errors import StagingError
 from keepstep.format.manifest import FileRecord, Receipt, file_name
 from keepstep.format.shardfile import PAGE_BYTES, block_size, digest, seal_header
 from keepstep.move.arena import Arena, bases_of
@@ -50,10 +52,13 @@ class Origin(msgspec.Struct, frozen=True):
 class ShardWriter:
     """Writes the files of one rank in one save. ``close`` without ``finish`` before it leaves nothing behind.
 
-    ``digests`` are those of all blocks of each file, where they are made already; else they are made here.
+    ``digests`` are those of all blocks of each file, where they are made already; else they are made here. ``seals_first``
+    says that files go on their way from their beginning, and that their data is not there yet: then every chunk is to be
+    filled twice, once for ``seal`` and once for ``submit``, or else the files are held in memory until their headers come.
 
     Raises:
         StorageError: a file cannot be created; from ``submit`` and ``finish``, the first write that failed.
+        StagingError: from ``submit``, a chunk is not what ``seal`` has seen.
     """
 
     def __init__(
@@ -78,15 +83,31 @@ class ShardWriter:
         self._digests = [np.frombuffer(each, "<u8") for each in digests] or [
             np.zeros(-(-head.data_bytes // block), np.uint64) for head, block in zip(heads, self._blocks, strict=True)
         ]
+        self.seals_first = False
+        self._unsealed_bytes = sum(head.data_bytes for head in heads)
         try:
             for head in heads:
                 name = file_name(head.folder, origin.rank, origin.save_id)
                 self._uploads.append(storage.create(name, len(head.header) + head.data_bytes))
             if any(upload.in_order for upload in self._uploads):
-                self._begin_in_order()
+                # In a ring the data is not there yet.
+                self.seals_first = not self._sealed and arena.free is not None
+                if not self.seals_first:
+                    self._begin_in_order()
         except BaseException:
             self.close()
             raise
+
+    def seal(self, chunk: Chunk) -> None:
+        """Takes the digests of a filled chunk and gives its place back. After the last one the headers go on their way."""
+        data = self._arena.memory[chunk.at : chunk.at + chunk.length]
+        self._hash(chunk, data, self._digests[chunk.file])
+        data.release()
+        if self._arena.free is not None:
+            self._arena.free.put(chunk.at)
+        self._unsealed_bytes -= chunk.length
+        if not self._unsealed_bytes:
+            self._begin_in_order()
 
     def submit(self, chunk: Chunk) -> None:
         """Takes a filled chunk: hashes it while it is in the processor's cache, and leaves the writing to a thread.
@@ -99,6 +120,8 @@ class ShardWriter:
         if not self._sealed:
             for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
                 digests[index] = digest(data[at : min(at + block, chunk.length)])
+        elif self.seals_first:
+            self._check_unchanged(chunk, data)
         self._chunks.put((chunk, data))
         if len(self._threads) < WRITER_THREADS:
             # Daemons: a write that never returns must not keep the interpreter from ending, as those of a pool would.
@@ -135,20 +158,34 @@ class ShardWriter:
             upload.close()
 
     def _begin_in_order(self) -> None:
-        """Files that go on their way from their beginning are given it first, where all data is there to make its digests.
-
-        (In a ring it is not: then the storage holds the file until its header comes.)
-        """
-        if not self._sealed and self._arena.free is not None:
-            return
+        """Gives files that go on their way from their beginning their headers, now that all data was there to hash."""
         bases, _ = bases_of([head.data_bytes for head in self._heads])
-        for head, digests, block, base in zip(self._heads, self._digests, self._blocks, bases, strict=True):
-            for index, at in enumerate(range(0, 0 if self._sealed else head.data_bytes, block)):
-                digests[index] = digest(self._arena.memory[base + at : base + min(at + block, head.data_bytes)])
+        for file, (head, digests, base) in enumerate(zip(self._heads, self._digests, bases, strict=True)):
+            if not self._sealed and not self.seals_first:
+                whole = Chunk(file, 0, head.data_bytes, base)
+                self._hash(whole, self._arena.memory[base : base + head.data_bytes], digests)
         self._sealed = True
         for head, upload, digests in zip(self._heads, self._uploads, self._digests, strict=True):
             if upload.in_order:
-                upload.write_at(0, memoryview(seal_header(head.header, digests)))
+                upload.lend_at(0, memoryview(seal_header(head.header, digests)))
+
+    def _hash(self, chunk: Chunk, data: memoryview, digests: npt.NDArray[np.uint64]) -> None:
+        block = self._blocks[chunk.file]
+        for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
+            digests[index] = digest(data[at : min(at + block, chunk.length)])
+
+    def _check_unchanged(self, chunk: Chunk, data: memoryview) -> None:
+        """The digests are gone with the header already: what follows it has to be what they were made of."""
+        digests, block = self._digests[chunk.file], self._blocks[chunk.file]
+        for index, at in enumerate(range(0, chunk.length, block), chunk.offset // block):
+            if digest(data[at : min(at + block, chunk.length)]) != digests[index]:
+                if self._arena.free is not None:
+                    self._arena.free.put(chunk.at)
+                raise StagingError(
+                    f"the state changed while it was being saved (folder {self._heads[chunk.file].folder!r}, byte"
+                    f" {chunk.offset + at:,} of the data): what was sent would be neither the old nor the new one. Nothing"
+                    " was committed. Find the thread that writes to it"
+                )
 
     def _write(self) -> None:
         """A writer thread. After a failure the rest is only given back, so that nobody waits for a free place."""
@@ -156,7 +193,10 @@ class ShardWriter:
             chunk, data = given
             try:
                 if self._failed is None and not self._over:
-                    self._uploads[chunk.file].write_at(len(self._heads[chunk.file].header) + chunk.offset, data)
+                    upload = self._uploads[chunk.file]
+                    # In a whole arena the data stays where it is until the save is over.
+                    write = upload.write_at if self._arena.free is not None else upload.lend_at
+                    write(len(self._heads[chunk.file].header) + chunk.offset, data)
             except Exception as err:  # noqa: BLE001  thread entry: the error is raised by submit or finish
                 self._failed = err
             finally:

@@ -2,7 +2,8 @@
 
 Writers come in any order, from several threads; a part is handed on when it is full and every one before it was. What is
 held in memory: the parts on their way (``AHEAD`` here, and as many more as the library sends at once), and what came before
-its turn. So whoever writes the beginning last has everything held until then.
+its turn. So whoever writes the beginning last has everything held until then. What is lent is handed on as it is, without
+a copy: then nothing is held.
 """
 
 from __future__ import annotations
@@ -114,6 +115,10 @@ class PartUpload(Upload):
         self._whole_parts = size_hint_bytes // self._part_bytes
         self._parts: dict[int, _Part] = {}
         self._next = 0
+        self._size_hint_bytes = size_hint_bytes
+        # What was lent and waits for its turn, by its offset; and up to where everything was handed on.
+        self._lent: dict[int, memoryview] = {}
+        self._lent_to = 0
         self._lock = threading.Lock()
         self._handing = threading.Lock()
         self._stream: _Stream | None = None
@@ -122,16 +127,15 @@ class PartUpload(Upload):
     def write_at(self, offset: int, data: memoryview) -> None:
         """Copies into parts, and waits when those on their way are too many."""
         size, done = self._part_bytes, 0
-        last = (offset + max(len(data), 1) - 1) // size
-        if last >= self._limits.most_parts:
-            raise too_many_parts(self._name, offset + len(data), size, self._limits)
+        self._check_end(offset + len(data))
+        if self._lent or self._lent_to:
+            self.lend_at(offset, memoryview(bytes(data)))
+            return
         while done < len(data):
             index, start = divmod(offset + done, size)
             stop = min(size, start + len(data) - done)
             with self._lock:
-                if index < self._next:
-                    text = f"byte {offset + done:,} was sent already; bytes are written once"
-                    raise StorageError("write", self._name, OSError(errno.EINVAL, text))
+                self._check_unsent(offset + done, self._next * size)
                 part = self._parts.get(index)
                 if part is None:
                     part = self._parts[index] = _Part(size)
@@ -141,26 +145,40 @@ class PartUpload(Upload):
             done += stop - start
         self._hand_on()
 
+    def lend_at(self, offset: int, data: memoryview) -> None:
+        """Hands on as it is what has its turn, and waits when too much is on its way. All of an object, in any order."""
+        self._check_end(offset + len(data))
+        with self._lock:
+            written = bool(self._parts or self._next)
+            if not written:
+                self._check_unsent(offset, self._lent_to)
+                self._lent[offset] = data[:]
+        if written:
+            self.write_at(offset, data)
+        elif self._size_hint_bytes > self._part_bytes:
+            self._hand_on_lent()
+
     def commit(self, size_bytes: int) -> None:
         """Sends what is left; what was never written is zero. The object is there when this returns."""
         if self._over:
             raise StorageError("commit", self._name, OSError(errno.EINVAL, "it is committed or closed already"))
-        if size_bytes < self._next * self._part_bytes:
-            text = (
-                f"{self._next * self._part_bytes:,} bytes were sent already, more than the {size_bytes:,} it is to have"
-            )
+        sent = self._lent_to or self._next * self._part_bytes
+        if size_bytes < sent:
+            text = f"{sent:,} bytes were sent already, more than the {size_bytes:,} it is to have"
             raise StorageError("commit", self._name, OSError(errno.EINVAL, text))
-        if -(-size_bytes // self._part_bytes) > self._limits.most_parts:
-            raise too_many_parts(self._name, size_bytes, self._part_bytes, self._limits)
+        self._check_end(size_bytes)
+        left = self._left(sent, size_bytes)
         if self._stream is None and size_bytes <= self._part_bytes:
-            self._taker.take_whole(self._name, self._rest(0, size_bytes))
+            whole = [*left]
+            self._taker.take_whole(self._name, whole[0] if len(whole) == 1 else memoryview(b"".join(whole)))
         else:
             stream = self._streaming()
-            for index in range(self._next, -(-size_bytes // self._part_bytes)):
-                stream.hand(self._rest(index, size_bytes))
+            for part in left:
+                stream.hand(part)
             stream.finish()
         self._over = True
         self._parts.clear()
+        self._lent.clear()
 
     def close(self) -> None:
         """Gives up what was not committed: the store forgets the parts it has."""
@@ -169,6 +187,32 @@ class PartUpload(Upload):
             if self._stream is not None:
                 self._stream.give_up()
         self._parts.clear()
+        self._lent.clear()
+
+    def _check_end(self, end: int) -> None:
+        if end > self._limits.most_parts * self._part_bytes:
+            raise too_many_parts(self._name, end, self._part_bytes, self._limits)
+
+    def _check_unsent(self, offset: int, sent: int) -> None:
+        if offset < sent:
+            text = f"byte {offset:,} was sent already; bytes are written once"
+            raise StorageError("write", self._name, OSError(errno.EINVAL, text))
+
+    def _left(self, sent: int, size_bytes: int) -> Iterator[memoryview]:
+        """What is still to be handed on, in its order."""
+        if not self._lent and not self._lent_to:
+            for index in range(self._next, max(1, -(-size_bytes // self._part_bytes))):
+                yield self._rest(index, size_bytes)
+            return
+        for offset in sorted(self._lent):
+            if offset > sent:
+                yield memoryview(bytes(min(offset, size_bytes) - sent))
+            view = self._lent[offset][max(0, sent - offset) : max(0, size_bytes - offset)]
+            sent = max(sent, min(offset + len(self._lent[offset]), size_bytes))
+            if view:
+                yield view
+        if sent < size_bytes:
+            yield memoryview(bytes(size_bytes - sent))
 
     def _rest(self, index: int, size_bytes: int) -> memoryview:
         """The bytes of a part of a blob that has this size."""
@@ -187,6 +231,22 @@ class PartUpload(Upload):
                     del self._parts[self._next]
                     self._next += 1
                 self._streaming().hand(memoryview(part.data))
+
+    def _hand_on_lent(self) -> None:
+        with self._handing:
+            while True:
+                with self._lock:
+                    # What lies beyond the announced size may have to be cut.
+                    room = self._size_hint_bytes - self._lent_to
+                    if self._over or room <= 0 or self._lent_to not in self._lent:
+                        return
+                    view = self._lent.pop(self._lent_to)
+                    if len(view) > room:
+                        self._lent[self._size_hint_bytes] = view[room:]
+                        view = view[:room]
+                    self._lent_to += len(view)
+                if view:
+                    self._streaming().hand(view)
 
     def _streaming(self) -> _Stream:
         if self._stream is None:
