@@ -170,7 +170,8 @@ def test_once_more_does_nothing(saved):
     assert (copied.outcome, copied.files, copied.bytes) == ("there", 0, 0)
     assert (copied.kept_files, copied.kept_bytes) == (copied.total_files, copied.total_bytes)
     assert blobs(target) == before
-    assert watched.done["create"] == watched.done["put_new"] == watched.done["delete"] == 0
+    assert watched.done["create"] == watched.done["put_new"] == 0
+    assert watched.names["delete"] == ["step-00000002/.nothing"]
 
 
 def test_progress_goes_up_to_the_whole(saved):

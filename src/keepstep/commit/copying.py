@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.commit.aside import read_notes, set_aside
 from keepstep.commit.catalog import read_catalog, step_storage
-from keepstep.commit.origins import Origin, check_run, introduce, manifest_at, read_origin
+from keepstep.commit.origins import NOTHING, Origin, check_run, introduce, manifest_at, read_origin
 from keepstep.commit.pins import pinned_steps
 from keepstep.commit.publish import newest_incarnation, point_latest
 from keepstep.commit.transfer import ShardName, Transferred, transfer
@@ -40,7 +40,6 @@ __all__ = ["COPY_THREADS", "Copied", "copy_step", "copying"]
 COPY_THREADS = 4
 ROUNDS = 3
 _log = logging.getLogger("keepstep")
-_NOTHING = ".nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,13 @@ def copying(
             _check_still_there(origin, target, err)
             raise
         if standing.same:
+            # Whoever put the manifest there may have been killed before it was durable.
+            place.delete([NOTHING])
             outcome, now = "mended" if done.files else "there", standing.there
             break
         if done.kept_files:
-            # Whoever wrote what was kept may have been killed before its name was durable.
-            place.delete(sorted({f"{file.name.partition('/')[0]}/{_NOTHING}" for file in standing.files}))
+            # So may whoever wrote what was kept.
+            place.delete(sorted({f"{file.name.partition('/')[0]}/{NOTHING}" for file in standing.files}))
         introduce(origin, target)
         # A start of the job at the target sweeps what is not committed: files that were there may be gone again.
         if newest_incarnation(target) == max(newest, manifest.lineage.incarnation):

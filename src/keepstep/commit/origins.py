@@ -18,9 +18,11 @@ from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, Stor
 from keepstep.format.manifest import FORMAT_MAJOR, MANIFEST_NAME, Manifest, parse_manifest, promised_files
 from keepstep.storage.base import Storage, read_blob
 
-__all__ = ["Origin", "check_run", "introduce", "manifest_at", "read_origin"]
+__all__ = ["NOTHING", "Origin", "check_run", "introduce", "manifest_at", "read_origin"]
 
 MAX_NOTE_BYTES = 1 << 16
+NOTHING = ".nothing"
+"""A name that no blob has. Removing it makes durable what is seen in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +128,25 @@ def introduce(origin: Origin, target: Storage) -> None:
     Raises:
         MismatchError: another run, or another start of the same number, has come there meanwhile.
     """
-    lineage = origin.manifest.lineage
-    if run_of(target) is None:
+    lineage, found = origin.manifest.lineage, run_of(target) is not None
+    if not found:
         raw = None
         if origin.root is not None and run_of(origin.root) is not None:
             raw = read_blob(origin.root, RUN_NAME, MAX_NOTE_BYTES)
         about = {"run": lineage.run, "created": now_text(), "format": FORMAT_MAJOR}
         if not target.put_new(RUN_NAME, raw or msgspec.json.encode(about) + b"\n"):
             check_run(origin, target)
-    if not lineage.incarnation:
-        return
-    note = _note_at(origin.root, lineage.incarnation) if origin.root is not None else None
-    made = note or msgspec.json.encode({"copied": now_text(), "save": origin.manifest.save_id}) + b"\n"
-    if not target.put_new(f"{INCARNATIONS}/{lineage.incarnation:06d}", made) and origin.root is not None:
-        _check_line(origin.root, target, [lineage.incarnation])
+            found = True
+    if lineage.incarnation:
+        note = _note_at(origin.root, lineage.incarnation) if origin.root is not None else None
+        made = note or msgspec.json.encode({"copied": now_text(), "save": origin.manifest.save_id}) + b"\n"
+        if not target.put_new(f"{INCARNATIONS}/{lineage.incarnation:06d}", made):
+            if origin.root is not None:
+                _check_line(origin.root, target, [lineage.incarnation])
+            found = True
+    if found:
+        # Whoever put them there may have been killed before they were durable.
+        target.delete([NOTHING, f"{INCARNATIONS}/{NOTHING}"])
 
 
 def manifest_at(storage: Storage) -> bytes | None:

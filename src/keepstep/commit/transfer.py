@@ -190,13 +190,18 @@ class _Work:
         """Whether the file at the target is the one that was committed, as far as is to be looked."""
         if self._look == "sizes":
             return True
-        with self._target.open(file.name) as blob:
-            try:
+        try:
+            with self._target.open(file.name) as blob:
                 _, header = _proved_header(blob, file)
                 if self._look == "blocks":
                     self._read_all(file.name, blob, header)
-            except CorruptError:
-                return False
+        except CorruptError:
+            return False
+        except StorageError as err:
+            # (Swept since it was seen.)
+            if err.errno != errno.ENOENT:
+                raise
+            return False
         return True
 
     def _read_all(self, name: str, blob: Blob, header: ShardHeader) -> None:
