@@ -28,10 +28,11 @@ import torch.distributed as dist
 from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, RankFailedError, UsageError
 from keepstep.format.failure import Failure, failure_of
 
-__all__ = ["DEADLINE_S", "Phase", "Ranks"]
+__all__ = ["DEADLINE_S", "Exchange", "Phase", "Ranks"]
 
 DEADLINE_S = 600.0
 GRACE_S = 1.0
+CONNECT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.05
 BRIEF_S = 0.005
 """So long a rank that waits looks as often as it can; then less and less often."""
@@ -126,6 +127,17 @@ class Ranks:
             store = getattr(store, "underlying_store", None)
         return (str(store.host),) if store is not None else ()
 
+    def exchange(self, name: str, deadline_s: float) -> Exchange:
+        """Connections between all ranks for bytes that are too many for the store. Collective; ``name`` is a new one.
+
+        Raises:
+            RuntimeError: ranks cannot reach each other, or one did not come in half the time or ``CONNECT_S``.
+        """
+        c10d: Any = dist.distributed_c10d
+        store, limit_s = c10d.PrefixStore(f"keepstep/exchange/{name}", self._store), min(deadline_s / 2, CONNECT_S)
+        group = c10d.ProcessGroupGloo(store, self.rank, self.world, dt.timedelta(seconds=limit_s))
+        return Exchange(self.rank, dt.timedelta(seconds=deadline_s), group)
+
     @contextlib.contextmanager
     def phase(self, call: str, deadline_s: float = DEADLINE_S) -> Iterator[Phase]:
         """A phase as a with-block; ``call`` must be the same text on every rank. Collective.
@@ -146,6 +158,43 @@ class Ranks:
             if self.world > 1:
                 phase.tell(err)
             raise
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Host tensors from rank to rank, through a gloo group of its own. A rank that fails closes it: the others notice."""
+
+    rank: int
+    _deadline: dt.timedelta
+    _group: Any
+
+    def begin(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Starts to send tensors to ranks and to fill others from ranks; leave them alone until ``finish`` returns."""
+        with _cut_off(self.rank):
+            receiving = [(rank, self._group.recv([tensor], rank, 0)) for rank, tensor in incoming]
+            return receiving + [(rank, self._group.send([tensor], rank, 0)) for rank, tensor in outgoing]
+
+    def finish(self, begun: list[tuple[int, Any]]) -> None:
+        """Waits until it is done. RankFailedError when a rank is gone or late; it may not be the one to blame."""
+        for rank, work in begun:
+            with _cut_off(rank):
+                work.wait(self._deadline)
+
+    def close(self) -> None:
+        """Closes this rank's end: after a failure, or when all ranks are done. Idempotent."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+
+@contextlib.contextmanager
+def _cut_off(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as err:
+        raise RankFailedError(
+            "the exchange of bytes between ranks broke off", {rank: str(err).splitlines()[0]}
+        ) from err
 
 
 @dataclass(slots=True)

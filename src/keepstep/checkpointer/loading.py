@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from keepstep.checkpointer.differences import changed_since, mismatch_of, put_to
 from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.checkpointer.saving import no_collection
+from keepstep.checkpointer.sharing import agree_to_share, with_values
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
 from keepstep.format.dtypes import ITEM_BYTES
@@ -62,8 +64,9 @@ _NO_DIFFERENCES = msgspec.msgpack.encode(([], []))
 class LoadReport:
     """What a load did. ``step`` is the step restored, 0 on a fresh run (``fresh`` is True then).
 
-    ``bytes_read`` and ``bytes_needed`` are of this rank: from storage, and of the tensors it asked for. ``components`` says
-    for each part what was restored, cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
+    ``bytes_read``, ``bytes_received`` and ``bytes_needed`` are of this rank: from storage, from ranks that have read them
+    for it too (see ``share_reads``), and of the tensors it asked for. ``components`` says for each part what was restored,
+    cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
     ``changed`` says how code (on rank 0) and configuration differ from those that the step was saved with. ``incarnation``
     (of a ``restore``) is the one in which the run goes on.
     """
@@ -74,6 +77,7 @@ class LoadReport:
     saved_world: int = 1
     world: int = 1
     bytes_read: int = 0
+    bytes_received: int = 0
     bytes_needed: int = 0
     components: Mapping[str, ComponentReport] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
@@ -101,12 +105,13 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to load: which components, how strict, whether dtypes may be converted, and new names for old keys."""
+    """How to load: which components, how strict, whether dtypes may be converted, new names, shared reads."""
 
     only: tuple[str, ...] | None = None
     strict: bool = True
     cast: bool = False
     rename: Rename | None = None
+    share_reads: bool | None = None
 
 
 def load(
@@ -117,6 +122,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     rename: Rename | None = None,
+    share_reads: bool | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> LoadReport:
     """Loads a committed step into the objects of a state, whatever layout it was saved in. Collective.
@@ -130,6 +136,8 @@ def load(
         strict: whether keys that one side lacks are an error. With False they are listed in the report.
         cast: whether tensors may be converted to the target's dtype.
         rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function.
+        share_reads: whether ranks that need the same bytes read them once and pass them on to each other; the same on every
+            rank. None for wherever the storage is an object store or another far place, and it is worth it.
         deadline_s: how long to wait for other ranks, in seconds.
 
     Raises:
@@ -141,7 +149,7 @@ def load(
     """
     wait([pending.committed for pending in SAVES])
     ranks = Ranks.current()
-    options = Options(None if only is None else tuple(only), strict, cast, rename)
+    options = Options(None if only is None else tuple(only), strict, cast, rename, share_reads)
     with ranks.phase("load", deadline_s) as phase:
         storage = storage_of(path)
         posted = phase.gather(storage.url.encode())
@@ -185,16 +193,12 @@ def found_manifest(storage: Storage) -> bytes:
 
 
 def load_step(
-    ranks: Ranks,
-    storage: Storage,
-    manifest: Manifest,
-    into: Mapping[str, Any],
-    *,
-    options: Options,
-    deadline_s: float,
+    ranks: Ranks, storage: Storage, manifest: Manifest, into: Mapping[str, Any], *, options: Options, deadline_s: float
 ) -> LoadReport:
     """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
     timeline = Timeline()
+    together = ranks.world > 1 and (storage.far if options.share_reads is None else options.share_reads)
+    storage = with_values(ranks, storage, manifest, deadline_s) if together else storage
     with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
         tree, own = read_trees(storage, manifest, ranks.rank)
         origin = Origin(manifest.world_size, manifest.aliases, own, manifest.step)
@@ -204,8 +208,7 @@ def load_step(
         bind_all(binder, into, found, options, dropped=manifest.dropped)
         values = OwnValues(binder)
         if binder.slots:
-            owners = values.choose()
-            values.bind(read_own(storage, manifest, owners, {own_rank(manifest, ranks.rank): own}))
+            values.bind(read_own(storage, manifest, values.choose(), {own_rank(manifest, ranks.rank): own}))
         posted = phase.gather(msgspec.msgpack.encode((binder.mismatches, list(binder.surplus))))
         none = not posted or all(raw == _NO_DIFFERENCES for raw in posted)
         differences = phase.broadcast(_NO_DIFFERENCES if none else put_together(posted or []))
@@ -213,17 +216,23 @@ def load_step(
             binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
         if binder.mismatches:
             raise mismatch_of(manifest, storage.url, binder)
-    with no_collection(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
+    sharing = agree_to_share(ranks, manifest, binder, options.share_reads, deadline_s) if together else None
+    with no_collection(), sharing or nullcontext(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("read"):
-            stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
-            pieces = find_pieces(stored, binder.wants, ranks.rank)
-            read = read_pieces(storage, manifest, pieces, wants=binder.wants, targets=binder.targets)
+            if sharing is None:
+                stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
+                pieces = find_pieces(stored, binder.wants, ranks.rank)
+                read = read_pieces(storage, manifest, pieces, wants=binder.wants, targets=binder.targets)
+            else:
+                read = sharing.fill(phase, storage, manifest, binder)
             for owner, targets in binder.own_targets.items():
                 read += read_named(storage, manifest, STATE_FOLDER, rank=owner, targets=dict(targets))
             if binder.slots:
                 values.call_rules()
         with timeline.span("agree"):
             answers = phase.gather(b"")
+            if sharing is not None:
+                sharing.check(answers)
             phase.broadcast(b"" if answers is not None else None)
     # Only now, when every byte was proved on every rank, are plain values given back.
     with ranks.phase(f"give back step {manifest.step}", deadline_s) as phase, timeline.span("finish"):
@@ -231,16 +240,15 @@ def load_step(
         files = into.get(FILES)
         if isinstance(files, Files) and binder.reports[FILES].restored:
             binder.reports[FILES].noted.extend(files.differences())
-        answers = phase.gather(b"")
-        phase.broadcast(b"" if answers is not None else None)
-    needed = sum(target.numel() * target.element_size() for target in binder.targets)
+        phase.broadcast(b"" if phase.gather(b"") is not None else None)
     return LoadReport(
         step=manifest.step,
         url=storage.url,
         saved_world=manifest.world_size,
         world=ranks.world,
         bytes_read=read,
-        bytes_needed=needed,
+        bytes_received=0 if sharing is None else sharing.received,
+        bytes_needed=sum(target.numel() * target.element_size() for target in binder.targets),
         components=binder.reports,
         changed=changed_since(ranks, manifest, into) if isinstance(into, TrainState) else (),
         seconds=timeline.seconds,

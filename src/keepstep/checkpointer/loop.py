@@ -147,6 +147,7 @@ class Checkpointer(Closing):
         allow_fresh: bool = False,
         strict: bool = True,
         cast: bool = False,
+        share_reads: bool | None = None,
     ) -> LoadReport:
         """Brings the newest good step back into the state's objects; on a truly fresh root does nothing.
 
@@ -156,8 +157,7 @@ class Checkpointer(Closing):
             step: this step and no other; None for the newest good one.
             on_damage: ``"fall_back"`` skips damaged steps with a warning, all ranks together; ``"raise"`` stops.
             allow_fresh: whether to start from zero although unfinished or damaged steps are there.
-            strict: whether keys that one side lacks are an error.
-            cast: whether tensors may be converted to the target's dtype.
+            strict, cast, share_reads: see ``keepstep.load``.
 
         Raises:
             StepNotFoundError: that step is not there; or steps are there and none is good ("nothing usable" is never
@@ -168,7 +168,7 @@ class Checkpointer(Closing):
         self._check_open()
         wanted = Wanted(step, on_damage, allow_fresh, self._course.lineage.incarnation)
         self._settle()
-        unused, options = self._course.unused, Options(None, strict, cast, None)
+        unused, options = self._course.unused, Options(None, strict, cast, None, share_reads)
         report, manifest = restore_step(
             self._ranks, self._root, self._state, wanted, options=options, deadline_s=self._deadline_s
         )

@@ -31,6 +31,7 @@ from keepstep.format.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 
 __all__ = [
     "BLOCK_BYTES",
+    "MAX_HEADER_BYTES",
     "PAGE_BYTES",
     "Entry",
     "ShardHeader",

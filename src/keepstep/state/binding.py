@@ -33,10 +33,10 @@ Place = Callable[[TensorRef], torch.Tensor]
 class TreeBinder(ABC):
     """Collects what to read into which memory. One use: bind every component, read, ``finish``.
 
-    ``wants`` and ``targets`` go together: the box of a stored tensor, and the tensor of that shape to fill. ``own_targets``
-    are tensors that one rank has of its own, by that rank and key, and ``slots`` the places for such values. ``mismatches``
-    lists every difference found; ``surplus`` maps saved keys that have no place on this rank to what to say of them, should
-    no other rank have one either.
+    ``wants`` and ``targets`` go together: the box of a stored tensor, and the tensor of that shape to fill. ``placed`` says
+    the same for all ranks at once: keys with the layouts of their targets. ``own_targets`` are tensors that one rank has of
+    its own, by that rank and key, and ``slots`` the places for such values. ``mismatches`` lists every difference found;
+    ``surplus`` maps saved keys that have no place on this rank to what to say of them, should no other rank have one either.
     """
 
     table: LayoutTable
@@ -46,6 +46,7 @@ class TreeBinder(ABC):
     cast: bool = False
     wants: list[Want] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
+    placed: dict[tuple[str, int], None] = field(default_factory=dict)
     own_targets: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -288,6 +289,7 @@ class TreeBinder(ABC):
             if first != key:
                 self.mismatches.append(f"{path}: tied to {first} in the target, but saved as two separate tensors")
                 return False
+        self.placed[key, shard.layout] = None
         layout = self.table.layouts[shard.layout]
         held = self._held.get(shard.layout)
         if held is None:
