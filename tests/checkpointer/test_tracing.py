@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import secrets
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import keepstep as ks
 from keepstep.check.trace import DRILL_VARIABLE, DrillOrders, Ended, Saved, encode_orders, read_trace
 from keepstep.checkpointer.tracing import digests_of
 from keepstep.errors import UsageError
+from keepstep.storage.remote import RemoteStorage
 from tests.helpers.runs import run, steps_in, train
 
 
@@ -147,9 +150,32 @@ def test_the_digests_see_all_that_is_alive(tmp_path):
         before = after
 
 
-def test_a_trace_needs_a_folder():
-    with pytest.raises(UsageError, match="trace=True needs a root given by path"):
-        ks.Checkpointer(ks.MemoryStorage(), run(), trace=True)
+def test_a_trace_needs_a_folder(tmp_path):
+    for trace in (True, "memory://x/trace", ks.MemoryStorage()):
+        with pytest.raises(
+            UsageError, match=r"a trace goes to a folder of a file system, not to .*: trace='some/folder'"
+        ):
+            ks.Checkpointer("memory://x/run", run(), trace=trace)
+    with pytest.raises(UsageError, match="is a file"):
+        ks.Checkpointer("memory://x/run", run(), trace=Path(__file__))
+    with ks.Checkpointer(tmp_path / "run", run(), background="off", trace=False) as ckpt:
+        ckpt.step()
+    assert not (tmp_path / "run/trace").exists()
+
+
+def test_the_trace_of_a_run_by_url_goes_to_the_folder_that_is_named(tmp_path):
+    """Nothing of it beside the steps; two starts write into one trace, as ever."""
+    url = f"memory://{secrets.token_hex(4)}/run"
+    for _ in range(2):
+        state = run()
+        with ks.Checkpointer(url, state, background="off", trace=tmp_path / "trace") as ckpt:
+            ckpt.restore()
+            train(state)
+            ckpt.step()
+            ckpt.save()
+    starts = read_trace(tmp_path / "trace").ranks[0]
+    assert [(one.began.step, one.last_step, one.saved("committed")) for one in starts] == [(0, 1, 1), (1, 2, 2)]
+    assert not [name for name, _ in RemoteStorage(url).list("") if "trace" in name]
 
 
 # --- what a drill orders --------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import time
 __all__ = ["Scrubber"]
 
 RATE_MIB_PER_S = 64
+FAR_RATE_MIB_PER_S = 16
+"""Of a store behind a network, which the training may need; and what is read of one may cost."""
 _log = logging.getLogger("keepstep")
 
 
@@ -39,7 +41,8 @@ class Scrubber:
             if not idle or not self._every_s or self._process is not None or time.monotonic() < self._due:
                 return
             self._due = time.monotonic() + self._every_s
-            options = ["--once", "--every", f"{self._every_s / 3600:.9f}", "--rate", str(RATE_MIB_PER_S)]
+            rate = FAR_RATE_MIB_PER_S if "://" in self._root else RATE_MIB_PER_S
+            options = ["--once", "--every", f"{self._every_s / 3600:.9f}", "--rate", str(rate)]
             script = (
                 f"import sys; sys.path[:0] = {[*filter(None, sys.path)]!r}; from keepstep.cli.main import main; main()"
             )

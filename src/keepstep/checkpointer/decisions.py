@@ -27,6 +27,7 @@ from keepstep.failpoints import reach
 from keepstep.format.manifest import FORMAT_MAJOR, step_name
 from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage
+from keepstep.storage.remote import RemoteStorage
 
 __all__ = ["Choice", "Start", "begin_run", "choose_step", "own_root", "warn_damaged"]
 
@@ -60,7 +61,8 @@ def own_root(root: Storage, posted: list[bytes], held: contextlib.ExitStack) -> 
     if len(set(posted)) > 1:
         lines = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted)]
         raise MismatchError("ranks were given different roots; nothing was written:", lines)
-    if isinstance(root, LocalStorage):
+    # (A store with options of its own may be another one than the next job's with the same URL.)
+    if isinstance(root, LocalStorage) or (isinstance(root, RemoteStorage) and root.is_plain):
         held.callback(Owner(root.url).release)
 
 

@@ -62,7 +62,7 @@ class Checkpointer(Closing):
         check_staging: proves for each late tensor that nothing changed it while it was copied, by digests before and after.
             For finding faults: it reads everything twice on the training thread.
         preempt: what to do when the job is asked to stop; None leaves signals alone.
-        trace: whether every rank writes what it did to the folder ``trace``, with digests of the state: to compare runs.
+        trace: whether every rank writes what it did, with digests of the state, to the folder ``trace``; or to which one.
         scrub: how often the agent reads old steps again while it has no save in hand, in seconds; None for never.
 
     Raises:
@@ -89,7 +89,7 @@ class Checkpointer(Closing):
         tolerate_failures: int = 3,
         check_staging: bool = False,
         preempt: Preempt | None = None,
-        trace: bool = False,
+        trace: bool | Place = False,
         scrub: Every | None = None,
     ) -> None:
         self._ranks = Ranks.current()

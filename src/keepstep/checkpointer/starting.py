@@ -31,7 +31,7 @@ class Wish:
     root: Place
     state: object
     manner: Manner
-    trace: bool
+    trace: bool | Place
     drill: DrillOrders | None
     deadline_s: float
     keep: Keep
@@ -66,11 +66,7 @@ def start_job(ranks: Ranks, wish: Wish, held: contextlib.ExitStack) -> Started:
                 f"a Checkpointer keeps a TrainState, not a {type(wish.state).__name__}: TrainState(**state)"
             )
         root = storage_of(wish.root if wish.drill is None else wish.drill.root)
-        trace = Path(root.url, "trace") if wish.trace else None
-        if wish.drill is not None:
-            trace = Path(wish.drill.trace)
-        elif trace is not None and not is_plain(root):
-            raise UsageError(f"trace=True needs a root given by path, not {root.url}")
+        trace = _trace_folder(wish, root)
         posted = phase.gather(root.url.encode())
         if posted is not None:
             own_root(root, posted, held)
@@ -90,6 +86,24 @@ def start_job(ranks: Ranks, wish: Wish, held: contextlib.ExitStack) -> Started:
         answer = b"" if posted is None else msgspec.json.encode(begin_run(root, ranks.world))
         start = msgspec.json.decode(phase.broadcast(answer), type=Start)
     return Started(root, trace, Lineage(start.run, start.incarnation), saves, arena)
+
+
+def _trace_folder(wish: Wish, root: Storage) -> Path | None:
+    """Where the trace goes: a folder of a file system. It is appended to at every boundary, as no object can be.
+
+    Raises:
+        UsageError: there is none beside the steps, or another place was named.
+    """
+    if wish.drill is not None:
+        return Path(wish.drill.trace)
+    if not wish.trace:
+        return None
+    place = root if wish.trace is True else storage_of(wish.trace)
+    if not is_plain(place):
+        raise UsageError(
+            f"a trace goes to a folder of a file system, not to {place.url}: trace='some/folder' says which one"
+        )
+    return Path(root.url, "trace") if wish.trace is True else Path(place.url)
 
 
 def _check_space(root: Storage, keep: Keep) -> None:

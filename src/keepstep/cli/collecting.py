@@ -2,7 +2,8 @@
 
 Who may still be alive is known of this machine only. So it goes by who took the newest incarnation: where that was a job of
 this machine, which is not running any more, nothing older can commit, and what is left of it may go at once. Otherwise
-attempts may be alive on other machines, and only what is old enough goes.
+attempts may be alive on other machines, and only what is old enough goes. In a bucket, uploads that were begun and never
+ended go when they are old enough, whoever has begun them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from keepstep.cli.words import age_words, plural, safe, size_words
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.garbage import Garbage, fence, find_garbage, newest_start, remove_garbage
 from keepstep.errors import StorageError
+from keepstep.storage.abandoned import abort_uploads, list_uploads, why_unseen
 from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage
 
-__all__ = ["Collection", "GarbageLine", "collect", "collect_garbage"]
+__all__ = ["Collection", "GarbageLine", "UploadLine", "collect", "collect_garbage"]
 
 OLDER_THAN_H = 24.0
 FRESH_S = 60.0
@@ -51,10 +53,20 @@ class GarbageLine:
 
 
 @dataclass(frozen=True, slots=True)
+class UploadLine:
+    """An upload to a bucket that was begun and has not ended. ``why`` says why it stays; empty for one that goes."""
+
+    name: str
+    age_s: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Collection:
     """What is there before, and after; the fields are those of the JSON output. ``fence`` is the incarnation taken, if any.
 
-    With ``dry_run`` nothing was changed, and what is after is what would be.
+    With ``dry_run`` nothing was changed, and what is after is what would be. ``uploads`` are those that no listing of a
+    bucket shows; ``unseen`` says why they could not be looked for.
     """
 
     root: str
@@ -65,6 +77,8 @@ class Collection:
     bytes_before: int
     bytes_after: int
     fence: int | None
+    uploads: tuple[UploadLine, ...] = ()
+    unseen: str = ""
 
 
 def collect_garbage(
@@ -80,7 +94,8 @@ def collect_garbage(
 ) -> None:
     """Remove files of dead attempts: steps that were never committed, strays beside committed ones, half-written records.
 
-    Committed steps stay, damaged ones and those put aside too. Refuses while a job on this machine saves there.
+    In a bucket also uploads that were begun long ago and never ended. Committed steps stay, damaged ones and those put
+    aside too. Refuses while a job on this machine saves there.
     """
     collection = collect(root_at(root), older_than * 3600, dry_run=dry_run)
     if as_json:
@@ -113,6 +128,7 @@ def collect(root: Storage, older_than_s: float, *, dry_run: bool) -> Collection:
         if doomed and asleep and not dry_run and start is not None and not start.fence:
             taken = fence(root, platform.node())
         gone = set(doomed) if dry_run else set(remove_garbage(root, doomed))
+        uploads, unseen = _uploads(root, older_than_s, dry_run=dry_run)
         elsewhere = "a job on another machine may be writing it"
         why = f"younger than {age_words(limit_s)}" + ("" if settled else f", and {elsewhere}")
         lines = [_line(one, ages[one], "" if one in gone else why) for one in found]
@@ -126,7 +142,29 @@ def collect(root: Storage, older_than_s: float, *, dry_run: bool) -> Collection:
             before,
             before - sum(one.bytes for one in gone),
             taken,
+            uploads,
+            unseen,
         )
+
+
+def _uploads(root: Storage, older_than_s: float, *, dry_run: bool) -> tuple[tuple[UploadLine, ...], str]:
+    """Ends the uploads that are old enough; what it has found, and why it could not look.
+
+    A job that is alive has some on their way, too. An old one is none of those: a save is given up long before that.
+    """
+    if isinstance(root, LocalStorage):
+        return (), ""
+    try:
+        found, unseen = list_uploads(root.url), why_unseen(root.url)
+    except StorageError as err:
+        return (), f"unfinished uploads could not be listed: {err}"
+    now = time.time()
+    doomed = [one for one in found if now - one.began >= older_than_s]
+    if doomed and not dry_run:
+        abort_uploads(root.url, doomed)
+    why = f"younger than {age_words(older_than_s)}: it may be on its way"
+    lines = [UploadLine(one.name, now - one.began, "" if one in doomed else why) for one in found]
+    return tuple(lines), unseen
 
 
 def _written_at(root: Storage) -> Mapping[str, float]:
@@ -165,6 +203,11 @@ def _print_collection(collection: Collection, console: Console) -> None:
         facts = f"{plural(line.files, 'file')}, {size_words(line.bytes)}, {age_words(line.age_s)} old"
         said = f"kept: {line.why}" if line.why else verb
         console.print(f"  {safe(what)} ({facts}): {said}", soft_wrap=True)
+    for upload in collection.uploads:
+        said = f"kept: {upload.why}" if upload.why else verb
+        console.print(f"  upload of {safe(upload.name)}, {age_words(upload.age_s)} old: {said}", soft_wrap=True)
+    if collection.unseen:
+        console.print(f"note: {safe(collection.unseen)}", soft_wrap=True)
     if collection.fence is not None:
         text = f"took incarnation {collection.fence}: no start of the job before it can commit any more"
         console.print(text, soft_wrap=True)

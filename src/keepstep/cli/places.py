@@ -15,6 +15,7 @@ from keepstep.storage.local import LocalStorage, storage_of
 from keepstep.storage.urls import parse_url
 
 __all__ = [
+    "check_there",
     "folder_at",
     "has_blob",
     "is_step",
@@ -66,7 +67,7 @@ def step_at(path: str) -> Storage:
             f"{storage.url} is not a step but holds {plural(len(below), 'step')}; name one, such as"
             f" {os.path.join(path, below[-1])}"  # noqa: PTH118  as the user wrote it
         )
-    _check_there(storage)
+    check_there(storage)
     if parse_step_name(name_of(storage)) is not None:
         files = plural(sum(1 for _ in storage.list("")), "file")
         raise StepNotFoundError(f"{storage.url} was never committed: {files} of an attempt, and no {MANIFEST_NAME}")
@@ -82,13 +83,13 @@ def root_at(path: str) -> Storage:
     """
     storage = folder_at(path)
     if is_step(storage):
-        _check_there(storage)
+        check_there(storage)
         raise UsageError(f"{storage.url} is one step, not the root of a run; its root is {place_above(storage.url)[0]}")
     # (Those with a step's name come first: of a run, one look is enough.)
     below = _steps_below(storage)
     first = next(below, None)
     if first is None:
-        _check_there(storage)
+        check_there(storage)
     elif parse_step_name(first) is None:
         named = ", ".join(safe(name) for name in sorted([first, *below])[:SHOWN])
         raise StepNotFoundError(
@@ -155,7 +156,7 @@ def _steps_below(storage: Storage) -> Iterator[str]:
             yield name
 
 
-def _check_there(storage: Storage) -> None:
+def check_there(storage: Storage) -> None:
     """Where there are no folders, a place is there when something is below it.
 
     Raises:

@@ -15,7 +15,7 @@ from keepstep.agent.sole import sole_writer
 from keepstep.check.rebuild import attempts_in
 from keepstep.check.repair import Action, Wish, repair, repair_alone, undo
 from keepstep.cli.listing import read_listing
-from keepstep.cli.places import folder_at, has_blob, name_of, parent_of
+from keepstep.cli.places import check_there, folder_at, has_blob, name_of, parent_of
 from keepstep.cli.words import safe
 from keepstep.commit.publish import RUN_NAME
 from keepstep.errors import CorruptError, UsageError
@@ -63,6 +63,7 @@ def repair_run(
     Deletes no data. Refuses while a job on this machine saves there.
     """
     storage = folder_at(path)
+    check_there(storage)
     root, step = _run_of(storage)
     wish = Wish(frozenset() if step is None else frozenset({step}), uncommitted, quarantine, dry_run)
     if undoing and (step is None or uncommitted or quarantine or dry_run):
