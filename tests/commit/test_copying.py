@@ -477,6 +477,16 @@ def test_a_manifest_whose_files_are_swept_in_the_last_moment_goes_again(saved):
     assert copy_step(saved, target, 2).outcome == "copied"
 
 
+def test_a_listing_that_is_older_than_the_files_takes_nothing_back(saved):
+    class Behind(Watched):
+        def list(self, prefix):
+            return (item for item in self.inner.list(prefix) if not item[0].endswith(".safetensors"))
+
+    target = fresh()
+    assert copy_step(saved, Behind(target), 2).outcome == "copied"
+    check_whole(saved, target, 2)
+
+
 def test_two_who_copy_one_step_at_once_are_both_right(saved):
     target, outcomes = fresh(), []
 

@@ -241,7 +241,8 @@ def _publish(origin: Origin, target: Storage, standing: _Standing) -> None:
         # That it is seen does not mean that it is durable; that it is put once more does.
         place.put(MANIFEST_NAME, origin.raw)
     there = {name for name, _ in place.list("")}
-    lost = [file.name for file in origin.files if file.name not in there]
+    # (A listing may be older than what another machine has written.)
+    lost = [file.name for file in origin.files if file.name not in there and not _is_there(place, file.name)]
     if lost:
         if standing.there is not None:
             place.put(MANIFEST_NAME, standing.there)
@@ -253,6 +254,16 @@ def _publish(origin: Origin, target: Storage, standing: _Standing) -> None:
         )
     if standing.there is not None:
         _drop(origin, target, standing)
+
+
+def _is_there(place: Storage, name: str) -> bool:
+    try:
+        place.open(name).close()
+    except StorageError as err:
+        if err.errno != errno.ENOENT:
+            raise
+        return False
+    return True
 
 
 def _drop(origin: Origin, target: Storage, standing: _Standing) -> None:
