@@ -26,7 +26,7 @@ from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.sharing import agree_to_share, with_values
-from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files
+from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files, size_of
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Mesh, Structure
@@ -170,7 +170,7 @@ def found_manifest(storage: Storage) -> bytes:
     Raises:
         StepNotFoundError: nothing is committed there; says what is.
     """
-    raw = b""
+    raw, late = b"", storage.late_s > 0
     while True:
         before = raw
         try:
@@ -179,6 +179,9 @@ def found_manifest(storage: Storage) -> bytes:
             if err.errno != errno.ENOENT:
                 # It may well be there: "cannot be read" is not "does not exist".
                 raise
+            if late and size_of(storage, MANIFEST_NAME) is not None:
+                late = False
+                continue
             there = sum(1 for _ in storage.list(""))
             found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
             raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err

@@ -7,6 +7,7 @@ numbers are smaller.
 from __future__ import annotations
 
 import errno
+import time
 from dataclasses import dataclass, replace
 
 from keepstep.commit.aside import QUARANTINE, Note, read_notes
@@ -33,11 +34,13 @@ __all__ = [
     "check_files",
     "read_catalog",
     "read_manifest",
+    "size_of",
     "step_storage",
 ]
 
 MAX_MANIFEST_BYTES = 1 << 30
 MOST_LOOKS = 5
+LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +170,31 @@ def check_files(storage: Storage, manifest: Manifest) -> None:
     problems = []
     for name, expected in promised_files(manifest).items():
         size = there.get(name)
+        if size != expected:
+            # A listing may be old where files are shared; what is opened is not.
+            size = size_of(storage, name, expected)
         if size is None:
             problems.append(f"{name} is missing")
         elif size != expected:
             problems.append(f"{name} has {size:,} bytes; {expected:,} were written")
     if problems:
         raise CorruptError(f"{storage.url}: step {manifest.step} is damaged: " + "; ".join(problems[:8]))
+
+
+def size_of(storage: Storage, name: str, expected: int | None = None) -> int | None:
+    """The size of a file by opening it, or None; waits for it, and for ``expected``, as long as the storage may be late."""
+    end = time.monotonic() + storage.late_s
+    while True:
+        size = None
+        try:
+            with storage.open(name) as blob:
+                size = blob.size_bytes
+        except StorageError as err:
+            if err.errno != errno.ENOENT:
+                raise
+        if (size is not None and expected in (None, size)) or time.monotonic() >= end:
+            return size
+        time.sleep(LOOK_S)
 
 
 def _found(head: Head) -> Found:
@@ -234,6 +256,7 @@ def _read_head(storage: Storage, name: str, *, again: bool = True) -> Head | Non
         # What is listed is there, although a view that lags behind does not open it: it was never an unfinished attempt,
         # which may be swept. Unless it came between the two looks.
         if again:
+            size_of(storage, MANIFEST_NAME)
             return _read_head(storage, name, again=False)
         raise CorruptError(f"{name}/{MANIFEST_NAME} is listed, and cannot be opened: {err}") from err
     return parse_head(bytes(raw), f"{name}/{MANIFEST_NAME}")

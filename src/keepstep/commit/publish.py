@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.commit.catalog import size_of
 from keepstep.errors import CorruptError, RankFailedError, StepExistsError, StorageError, UsageError
 from keepstep.failpoints import reach
 from keepstep.format.layout import Structure
@@ -180,7 +181,8 @@ def _check_not_overtaken(storage: Storage, manifest: Manifest, data: bytes) -> N
     """
     there = {name for name, _ in storage.list("")}
     names = [manifest.file_name(folder, record.rank) for folder, each in manifest.files.items() for record in each]
-    lost = [name for name in names if name not in there]
+    # (Opened as well: a listing may be older than files that other machines have put there.)
+    lost = [name for name in names if name not in there and size_of(storage, name) is None]
     if lost:
         if _is_in_place(storage, data):
             storage.delete([MANIFEST_NAME])

@@ -239,14 +239,19 @@ def sweep_leftovers(root: Storage, catalog: Catalog, incarnation: int) -> None:
     root.delete([f"{folder}/{_NOTHING}" for folder in root.folders() if parse_step_name(folder) is not None])
     doomed = []
     beside: dict[str, list[str]] = {}
-    for name, _ in root.list(""):
+    there = [name for name, _ in root.list("")]
+    # (The catalog may have been read where a machine still remembered that there was none.)
+    unfinished = set(catalog.unfinished) - {
+        name.partition("/")[0] for name in there if name.endswith(f"/{MANIFEST_NAME}")
+    }
+    for name in there:
         folder, _, inside = name.partition("/")
         found = committed.get(folder)
         if found is not None:
             own = f".{found.save_id}." in inside and inside.partition("/")[0] not in found.dropped
             if inside != MANIFEST_NAME and not (own and not inside.endswith(PARTIAL)):
                 beside.setdefault(folder, []).append(inside)
-        elif folder in catalog.unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL)):
+        elif folder in unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL)):
             doomed.append(name)
     for folder, names in sorted(beside.items()):
         # A manifest that does not prove itself says nothing about what may go: its save id may be what is damaged.

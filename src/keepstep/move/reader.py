@@ -68,8 +68,9 @@ def open_shard(
     """Opens a shard file of a step and proves its header against the manifest's record of it, one of ``records``.
 
     Raises:
-        CorruptError: no such record, wrong size, wrong digest, or a header that makes no sense.
-        StorageError: the file is missing, also after as long as the storage may be late, or cannot be read.
+        CorruptError: no such record, wrong digest, or a header that makes no sense; or wrong size, also after as long as the
+            storage may be late.
+        StorageError: the file is missing, also after so long, or cannot be read.
     """
     expected = records.get(rank)
     if expected is None:
@@ -79,12 +80,14 @@ def open_shard(
     while True:
         try:
             blob = storage.open(name)
-            break
+            if blob.size_bytes == expected.size_bytes or time.monotonic() >= end:
+                break
+            blob.close()
         except StorageError as err:
             # Whoever has committed the step has seen it.
             if err.errno != errno.ENOENT or time.monotonic() >= end:
                 raise
-            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)
     try:
         if blob.size_bytes != expected.size_bytes:
             raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; {expected.size_bytes:,} were written")

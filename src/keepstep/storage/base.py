@@ -257,10 +257,18 @@ def read_blob(storage: Storage, name: str, limit_bytes: int) -> bytes:
         CorruptError: it is larger than ``limit_bytes``, so it cannot be what is looked for; nothing was allocated.
         StorageError: it is absent or cannot be read.
     """
-    with contextlib.closing(storage.open(name)) as blob:
-        if blob.size_bytes > limit_bytes:
-            raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; at most {limit_bytes:,} are possible")
-        data = bytearray(blob.size_bytes)
-        if data:
-            blob.read_into(0, memoryview(data))
-        return bytes(data)
+    for left in (1, 0):
+        with contextlib.closing(storage.open(name)) as blob:
+            if blob.size_bytes > limit_bytes:
+                raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; at most {limit_bytes:,} are possible")
+            data = bytearray(blob.size_bytes)
+            try:
+                if data:
+                    blob.read_into(0, memoryview(data))
+            except StorageError as err:
+                # Another machine has replaced it while it was read: the new one is read, from its beginning.
+                if not left or err.errno != errno.ESTALE:
+                    raise
+                continue
+            return bytes(data)
+    raise AssertionError  # the last try returns or raises

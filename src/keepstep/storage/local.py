@@ -3,14 +3,17 @@
 Large aligned writes go past the page cache (direct I/O) where the file system takes them, so that a save neither evicts
 the user's data nor waits for write-back; whatever it refuses is written through the page cache, write by write. Durable
 means: data fsynced, then the name put in place, then the folder fsynced, and every new folder's parent as well.
+
+Nothing here rests on locks, on clocks, or on what a client of a network file system has cached: sizes are those of open
+files, names are taken by calls that the server decides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,23 +22,30 @@ from pathlib import Path
 
 from keepstep.errors import CorruptError, StorageError, UsageError
 from keepstep.storage.base import Blob, Storage, Upload
+from keepstep.storage.shared import PARTIAL, is_folder, prune_empty, take_name
+from keepstep.storage.shared import reserve as _reserve
 
 __all__ = ["PARTIAL", "LocalStorage", "Place", "check_name", "make_folders", "storage_of", "sync_folder"]
 
 ALIGNMENT_BYTES = 4096
 Place = str | os.PathLike[str] | Storage
-PARTIAL = ".partial"
 RESERVE_BYTES = 1 << 20
 TRIES = 8
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+_READ = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
+"""Without O_NONBLOCK the open of a pipe would wait for somebody to write to it."""
+_STILL_OPEN = re.compile(r"\.(nfs|fuse_hidden)[0-9a-fA-F]{8,}")
+"""What a client of NFS, or of FUSE, makes of a file that is removed while a process of its machine has it open."""
 
 
 class LocalStorage(Storage):
-    """Blobs as files below one folder, which is made on the first write."""
+    """Blobs as files below one folder, which is made on the first write; a load waits ``late_s`` for new ones."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, late_s: float = 0.0) -> None:
         self.root = Path(root).expanduser().absolute()
         self.url = str(self.root)
+        self.late_s = late_s
         self._lasting: set[Path] = set()
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{str(self.root)!r} is a file, not a folder; nothing was written")
@@ -47,25 +57,26 @@ class LocalStorage(Storage):
             try:
                 make_folders(path.parent, self._lasting)
                 return _LocalUpload(path, size_hint_bytes)
-            except FileNotFoundError as err:
-                # Whoever removes an old step drops folders that are empty, as this one was a moment ago.
-                if not left:
-                    raise StorageError("create", name, err) from err
             except OSError as err:
-                raise StorageError("create", name, err) from err
+                # Whoever removes an old step drops folders that are empty, as this one was. (Stale: another machine did.)
+                if not left or err.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise StorageError("create", name, err) from err
         raise AssertionError  # the last try returns or raises
 
     def open(self, name: str) -> Blob:
-        """Opens the file; its size is taken once."""
+        """Opens the file; its size is taken once, from the open file, since what a path says may be old."""
         path = self._path(name)
-        try:
-            return _LocalBlob(path, name)
-        except NotADirectoryError as err:
-            raise StorageError(
-                "open", name, FileNotFoundError(errno.ENOENT, "a file stands where a folder should")
-            ) from err
-        except OSError as err:
-            raise StorageError("open", name, err) from err
+        for left in (1, 0):
+            try:
+                return _LocalBlob(path, name)
+            except NotADirectoryError as err:
+                reason = FileNotFoundError(errno.ENOENT, "a file stands where a folder should")
+                raise StorageError("open", name, reason) from err
+            except OSError as err:
+                # Replaced by another machine between the look at its name and the open: the name is looked up once more.
+                if not left or err.errno != errno.ESTALE:
+                    raise StorageError("open", name, err) from err
+        raise AssertionError  # (as above)
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a temporary file, fsyncs it, renames it over ``name``, fsyncs the folder."""
@@ -100,7 +111,7 @@ class LocalStorage(Storage):
             raise StorageError("append", name, err) from err
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Walks the folder; unfinished files (``.partial``) are listed too, so that they can be swept."""
+        """Walks the folder; unfinished files (``.partial``) too. Sizes may be old where files are shared: ``open`` knows."""
         # (Of a name below it, so that the folder itself is no link either.)
         pending = [self._path(f"{prefix}/x").parent if prefix else self.root]
         while pending:
@@ -110,9 +121,12 @@ class LocalStorage(Storage):
                         if item.is_dir(follow_symlinks=False):
                             pending.append(Path(item.path))
                             continue
+                        if _STILL_OPEN.fullmatch(item.name):
+                            continue
+                        size = 0  # (A name that is listed counts, also where it is remembered that there was none.)
                         with contextlib.suppress(FileNotFoundError):
                             size = item.stat(follow_symlinks=False).st_size
-                            yield Path(item.path).relative_to(self.root).as_posix(), size
+                        yield Path(item.path).relative_to(self.root).as_posix(), size
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as err:
@@ -149,7 +163,7 @@ class LocalStorage(Storage):
                 continue
             except OSError as err:
                 raise StorageError("delete", folder.name, err) from err
-            _prune_empty(folder, self.root)
+            prune_empty(folder, self.root)
 
     def free_bytes(self) -> int | None:
         """What a user without privileges may still write."""
@@ -183,16 +197,18 @@ class _LocalUpload(Upload):
         self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
         self._direct = -1
         self._buffered = os.open(self._partial, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o666)
+        self._is_there = True
         direct_flag = getattr(os, "O_DIRECT", 0)
         if direct_flag:
-            try:
+            # (Whatever a file system says to this, the file is open, and can be written through the cache.)
+            with contextlib.suppress(OSError):
                 self._direct = os.open(self._partial, os.O_RDWR | direct_flag)
-                if size_bytes >= RESERVE_BYTES:
-                    _reserve(self._buffered, size_bytes)
-            except OSError as err:
-                if err.errno not in _NO_DIRECT:
-                    self.close()
-                    raise
+        if self._direct >= 0 and size_bytes >= RESERVE_BYTES:
+            try:
+                _reserve(self._buffered, size_bytes)
+            except OSError:
+                self.close()
+                raise
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Direct where offset and length allow it and the file system agrees; through the page cache otherwise."""
@@ -214,18 +230,29 @@ class _LocalUpload(Upload):
             done += moved
 
     def commit(self, size_bytes: int, *, unless_taken: bool = False) -> None:
-        """Cut to size, fsync the data, give the file its name, fsync the folder: in this order.
+        """Cut to size, fsync the data, close the file, give it its name, fsync the folder: in this order.
+
+        A close may be the first to tell that a quota is used up or that the server is gone: so it comes before the name.
 
         Raises:
             FileExistsError: with ``unless_taken``, the name is taken.
         """
         try:
+            if self._direct >= 0:
+                descriptor, self._direct = self._direct, -1
+                os.close(descriptor)
             os.ftruncate(self._buffered, size_bytes)
             os.fsync(self._buffered)
+            descriptor, self._buffered = self._buffered, -1
+            os.close(descriptor)
             if unless_taken:
-                os.link(self._partial, self._final)
+                try:
+                    os.link(self._partial, self._final)
+                except OSError as err:
+                    take_name(self._partial, self._final, err)
             else:
                 self._partial.replace(self._final)
+                self._is_there = False
             sync_folder(self._final.parent)
         except OSError as err:
             if unless_taken and isinstance(err, FileExistsError):
@@ -242,16 +269,16 @@ class _LocalUpload(Upload):
         for descriptor in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        if descriptors:
+        if self._is_there:
+            self._is_there = False
             with contextlib.suppress(OSError):
                 self._partial.unlink(missing_ok=True)
 
 
 class _LocalBlob(Blob):
     def __init__(self, path: Path, name: str) -> None:
-        self._name = name
-        # Without O_NONBLOCK the open of a pipe would wait for somebody to write to it.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+        self._path, self._name = path, name
+        self._descriptor = os.open(path, _READ)
         try:
             found = os.fstat(self._descriptor)
             if not stat.S_ISREG(found.st_mode):
@@ -259,19 +286,33 @@ class _LocalBlob(Blob):
         except OSError:
             self.close()
             raise
-        self.size_bytes = found.st_size
+        self.size_bytes, self._inode = found.st_size, found.st_ino
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Reads through the page cache, which here is faster than direct reads, warm and cold."""
-        done = 0
+        done, renewed = 0, False
         while done < len(buffer):
             try:
                 got = os.preadv(self._descriptor, [buffer[done:] if done else buffer], offset + done)
             except OSError as err:
-                raise StorageError("read", self._name, err) from err
+                if renewed or err.errno != errno.ESTALE or not self._renew():
+                    raise StorageError("read", self._name, err) from err
+                renewed = True
+                continue
             if not got:
                 raise CorruptError(f"{self._name} ends at byte {offset + done:,}; {offset + len(buffer):,} expected")
             done += got
+
+    def _renew(self) -> bool:
+        """Opens the file anew, under the same number, for other threads too. False when another one has its name by now."""
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            descriptor = os.open(self._path, _READ)
+            held.callback(os.close, descriptor)
+            found = os.fstat(descriptor)
+            if (found.st_size, found.st_ino) == (self.size_bytes, self._inode):
+                os.dup2(descriptor, self._descriptor, inheritable=False)
+                return True
+        return False
 
     def close(self) -> None:
         """Closes the file."""
@@ -290,19 +331,6 @@ def check_name(name: str) -> str:
     if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise UsageError(f"{name!r} is not a name inside the storage")
     return name
-
-
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Gives the file its blocks: then writes need not wait for each other, and a disk that is too full says so at once.
-
-    The C library's own ``posix_fallocate`` is not used: where the file system cannot do it, that one writes every block.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
-        return
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(descriptor, 0, 0, size_bytes) and ctypes.get_errno() == errno.ENOSPC:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {size_bytes:,} bytes")
 
 
 def make_folders(folder: Path, lasting: set[Path] | None = None) -> None:
@@ -328,14 +356,15 @@ def make_folders(folder: Path, lasting: set[Path] | None = None) -> None:
         try:
             path.mkdir(exist_ok=True)
         except FileExistsError as err:
-            raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
+            if not is_folder(path):
+                raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file, not a folder") from err
         sync_folder(path.parent)
     if lasting is not None:
         lasting.update((folder, *missing))
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable.
+    """Makes the names in a folder durable, as far as its file system can: some know no fsync of a folder.
 
     Raises:
         OSError: the folder is not there, or the disk refuses.
@@ -343,25 +372,11 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as err:
+        if err.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(descriptor)
-
-
-def _prune_empty(folder: Path, root: Path) -> None:
-    """Removes the folder with the empty ones in it, and those above it, as far as nothing is left in them."""
-    if folder == root:
-        return
-    # A save that was killed leaves folders into which no file has come yet.
-    for inner, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):
-            Path(inner).rmdir()
-    folder = folder.parent
-    while folder != root and root in folder.parents:
-        try:
-            folder.rmdir()
-        except OSError:
-            return
-        folder = folder.parent
 
 
 def storage_of(place: Place) -> Storage:
