@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 from pathlib import Path
 
 import pytest
 import torch
 
 import keepstep as ks
-from keepstep.agent.node import agent_log
+from keepstep.agent.client import call_agent
+from keepstep.agent.node import agent_log, socket_path
+from keepstep.agent.protocol import Stop
+from keepstep.check.scrub import read_scrubbed
 from keepstep.cli.listing import read_listing
 from keepstep.errors import UsageError
+from keepstep.storage.base import read_blob
+from keepstep.storage.remote import RemoteStorage
 from tests.helpers.agents import wait_until
 
 
@@ -54,3 +61,42 @@ def test_an_idle_agent_finds_rotten_bits_and_says_so(tmp_path):
 def test_what_no_agent_can_do_is_refused(tmp_path: Path, options, text):
     with pytest.raises(UsageError, match=text):
         ks.Checkpointer(tmp_path, ks.TrainState(weight=torch.ones(1)), **options)
+
+
+@pytest.mark.slow
+def test_an_idle_agent_reads_a_bucket_too_and_slower(moto, monkeypatch):
+    """The scrub reaches the store as the agent does; what it has found is beside the steps, and in the log."""
+    for key, value in moto.environment().items():
+        monkeypatch.setenv(key, value)
+    url = f"s3://{moto.make_bucket('scrubbed')}/{secrets.token_hex(4)}"
+    root = RemoteStorage(url)
+    train(url, 2, background="off")
+    (name,) = [name for name, _ in root.list("step-00000001/model")]
+    data = bytearray(read_blob(root, name, 1 << 20))
+    data[-1] ^= 1
+    root.put(name, bytes(data))
+    try:
+        train(url, 0, background="agent", scrub=ks.Every(seconds=3600))
+        # (The process that reads is the agent's child; its rate is on its command line.)
+        wait_until(lambda: rates_of(url) or "scrub: " in agent_log(url).read_text(), what="the scrub's process")
+        assert rates_of(url) <= {"16"}
+        wait_until(lambda: len(read_scrubbed(root)) == 2, 60.0, "a scrub")
+        wait_until(lambda: "step-00000001  DAMAGED" in agent_log(url).read_text(), what="the log")
+    finally:
+        call_agent(socket_path(url), Stop(now=True))
+    assert {name: one.ok for name, one in read_scrubbed(root).items()} == {
+        "step-00000001": False,
+        "step-00000002": True,
+    }
+    agent_log(url).unlink()
+
+
+def rates_of(url: str) -> set[str]:
+    """How fast the scrubs of this root that run now may read, in MiB a second."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if "scrub" in words and url in words:
+                found.add(words[words.index("--rate") + 1])
+    return found
