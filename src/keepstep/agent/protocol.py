@@ -20,6 +20,7 @@ import msgspec
 
 from keepstep.commit.conclude import Order
 from keepstep.commit.records import RankTimes
+from keepstep.commit.uploads import Tally
 from keepstep.errors import AgentError
 from keepstep.format.failure import Failure
 from keepstep.format.manifest import Receipt
@@ -224,7 +225,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag="report"):
-    """An agent as it is now. Sizes in bytes, times in seconds."""
+    """An agent as it is now. Sizes in bytes, times in seconds. ``copies``: of the root's steps, elsewhere."""
 
     pid: int
     name: str
@@ -237,6 +238,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag="report"):
     committed: int = 0
     failed: int = 0
     linger_s: float = 0.0
+    copies: Tally | None = None
 
 
 FromTrainer = Hello | NeedArena | Begin | Submit | Abort | Listen | Drain | Status | Stop

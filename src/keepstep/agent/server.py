@@ -46,6 +46,7 @@ from keepstep.agent.protocol import (
     send_frame,
 )
 from keepstep.agent.scrubber import Scrubber
+from keepstep.agent.uploader import Uploader
 from keepstep.errors import AgentError, CheckpointError, StagingError, UsageError
 from keepstep.format.failure import failure_of
 from keepstep.format.shardfile import block_size
@@ -94,6 +95,7 @@ class Agent:
         self._linger_s = linger_s
         self._hub = Hub()
         self._scrubber = Scrubber(root)
+        self._uploader = None if "://" in root else Uploader(LocalStorage(root), "agent")
         # Remote ones are kept, for their connections. Credentials are those of whoever has started this process.
         self._remote = functools.lru_cache(maxsize=16)(storage_of)
         self._trainers: list[_Trainer] = []
@@ -118,8 +120,10 @@ class Agent:
         """Serves until it is told to leave, or nobody needs it any more."""
         threading.Thread(target=self._accept, name="keepstep-accept", daemon=True).start()
         while not self._leaving.wait(min(1.0, self._linger_s / 2)):
+            if self._uploader is not None:
+                self._uploader.look()
             with self._lock:
-                if self._trainers or self._hub.open_parts():
+                if self._trainers or self._hub.open_parts() or (self._uploader is not None and self._uploader.busy):
                     self._last_seen = time.monotonic()
             self._scrubber.look(idle=not self._hub.open_parts())
             if time.monotonic() - self._last_seen > self._linger_s and self._may_leave():
@@ -326,6 +330,7 @@ class Agent:
                 committed=self._hub.board.committed,
                 failed=self._hub.board.failed,
                 linger_s=self._linger_s,
+                copies=None if self._uploader is None else self._uploader.tally,
             )
 
 

@@ -57,7 +57,8 @@ class Ready(msgspec.Struct, frozen=True):
 class Attempt:
     """What a save is about, apart from the state. ``root`` is set when the step lies in a run's folder.
 
-    There ``keep`` says which steps stay after it, and ``protect`` names some that stay whatever the rules say.
+    There ``keep`` says which steps stay after it, and ``protect`` names some that stay whatever the rules say. ``upload``
+    are the rules of the root to which they are copied, when there is one.
     ``failed_step`` is the step of the attempt before this one when that one failed, else -1. ``refused`` says why this rank
     cannot save now.
     """
@@ -72,6 +73,7 @@ class Attempt:
     failed_step: int = -1
     keep: Keep | None = None
     protect: tuple[int, ...] = ()
+    upload: Keep | None = None
     ready: Ready = field(default_factory=Ready)
     refused: str = ""
 

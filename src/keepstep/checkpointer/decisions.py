@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
 import secrets
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from keepstep.agent.node import Owner
 from keepstep.checkpointer.loading import found_manifest
-from keepstep.commit.catalog import Found, read_catalog, step_storage
-from keepstep.commit.publish import RUN_NAME, new_incarnation, run_of
+from keepstep.commit.catalog import step_storage
+from keepstep.copies.levels import Copy, Levels, levels_of
 from keepstep.errors import (
     CorruptError,
     DamageWarning,
@@ -24,34 +26,41 @@ from keepstep.errors import (
     StorageError,
 )
 from keepstep.failpoints import reach
-from keepstep.format.manifest import FORMAT_MAJOR, step_name
+from keepstep.format.manifest import FORMAT_MAJOR
 from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage
 from keepstep.storage.remote import RemoteStorage
 
 __all__ = ["Choice", "Start", "begin_run", "choose_step", "own_root", "warn_damaged"]
 
+_log = logging.getLogger("keepstep")
+
 
 class Start(msgspec.Struct):
-    """What the coordinator tells all ranks about this start of the job."""
+    """What the coordinator tells all ranks about this start of the job; ``away``: see Levels."""
 
     run: str
     incarnation: int
+    away: bool = False
 
 
 class Choice(msgspec.Struct):
     """The step to restore: its manifest, or nothing on a fresh run. ``skipped`` says what was wrong with newer ones.
 
-    ``incarnation`` is the one to go on in, when it is another than before.
+    ``incarnation`` is the one to go on in, when it is another than before. ``level``, ``label`` and ``again`` say which copy
+    of the step it is; see ``Copy``.
     """
 
     manifest: bytes = b""
     skipped: tuple[str, ...] = ()
     step: int = 0
     incarnation: int = 0
+    level: int = 0
+    label: str = ""
+    again: bool = False
 
 
-def own_root(root: Storage, posted: list[bytes], held: contextlib.ExitStack) -> None:
+def own_root(root: Storage | Levels, posted: list[bytes], held: contextlib.ExitStack) -> None:
     """One root for all ranks, which on this machine is nobody else's until ``held`` is closed.
 
     Raises:
@@ -61,76 +70,91 @@ def own_root(root: Storage, posted: list[bytes], held: contextlib.ExitStack) -> 
     if len(set(posted)) > 1:
         lines = [f"rank {rank}: {url.decode()}" for rank, url in enumerate(posted)]
         raise MismatchError("ranks were given different roots; nothing was written:", lines)
-    # (A store with options of its own may be another one than the next job's with the same URL.)
-    if isinstance(root, LocalStorage) or (isinstance(root, RemoteStorage) and root.is_plain):
-        held.callback(Owner(root.url).release)
+    for place in levels_of(root).places:
+        # (A store with options of its own may be another one than the next job's with the same URL.)
+        if isinstance(place, LocalStorage) or (isinstance(place, RemoteStorage) and place.is_plain):
+            held.callback(Owner(place.url).release)
 
 
-def begin_run(root: Storage, world: int) -> Start:
+def begin_run(root: Storage | Levels, world: int) -> Start:
     """One run, and a new incarnation of it."""
+    levels = levels_of(root)
+    if levels.is_away():
+        levels = replace(levels, away=True)
     fresh = secrets.token_hex(8)
-    if run_of(root) is None:
-        about = {"run": fresh, "created": time.time(), "format": FORMAT_MAJOR}
-        root.put_new(RUN_NAME, msgspec.json.encode(about) + b"\n")
+    about = {"run": fresh, "created": time.time(), "format": FORMAT_MAJOR}
+    known = levels.join_run(msgspec.json.encode(about) + b"\n")
     # A start that does not restore what is there is another run: it neither replaces nor removes those steps.
-    run = fresh if read_catalog(root).steps else run_of(root) or fresh
+    run = fresh if levels.has_steps() else known or fresh
     # (The id: whoever has lost the answer to its create knows its own note by it.)
     note = {"host": platform.node(), "world_size": world, "started": time.time(), "id": secrets.token_hex(8)}
-    return Start(run, new_incarnation(root, msgspec.json.encode(note) + b"\n"))
+    return Start(run, levels.take_incarnation(msgspec.json.encode(note) + b"\n"), levels.away)
 
 
 def choose_step(
-    root: Storage, step: int | None, on_damage: str, allow_fresh: bool, skipped: tuple[str, ...], incarnation: int = 0
+    root: Storage | Levels,
+    step: int | None,
+    on_damage: str,
+    allow_fresh: bool,
+    skipped: tuple[str, ...],
+    incarnation: int = 0,
 ) -> Choice:
-    """The coordinator's decision, told to all: the newest step that is not known to be damaged.
+    """The coordinator's decision, told to all: the newest step that is not known to be damaged, and its nearest good copy.
 
     ``incarnation`` is the one that this start of the job is in.
     """
     reach("choose")
-    catalog = read_catalog(root)
+    levels = levels_of(root)
+    survey = levels.survey()
     weights_only = []
-    if step is not None and step not in {found.step for found in catalog.steps}:
-        raise StepNotFoundError(f"{root.url} has no committed step {step}; {catalog.inventory()}")
-    bad = {text.partition(":")[0] for text in skipped}
-    for index, found in enumerate(catalog.steps):
-        name = step_name(found.step)
-        if name in bad or (step is not None and found.step != step):
+    if step is not None and step not in {copy.found.step for copy in survey.copies}:
+        raise StepNotFoundError(f"{levels.url} has no committed step {step}; {survey.inventory}")
+    bad = {text.partition(": ")[0] for text in skipped}
+    for index, copy in enumerate(survey.copies):
+        found = copy.found
+        if copy.label in bad or (step is not None and found.step != step):
             continue
         if found.dropped and step is None:
             # A run that went on without its optimizer's state would be another run: only who asks for that gets it.
             weights_only.append(
-                f"{name}: kept without {', '.join(found.dropped)}; restore(step={found.step}, strict=False)"
+                f"{copy.label}: kept without {', '.join(found.dropped)}; restore(step={found.step}, strict=False)"
             )
+            continue
+        if copy.why:
+            skipped = (*skipped, f"{copy.label}: {copy.why}")
+            _log.warning("a step was passed over: %s", skipped[-1])
             continue
         try:
             if found.damage:
                 raise CorruptError(found.damage)
-            manifest = found_manifest(step_storage(root, found.step))
-            return Choice(manifest, skipped, found.step, _line_after(root, catalog.steps[:index], incarnation))
+            manifest = found_manifest(step_storage(levels.places[copy.level], found.step))
         except (CorruptError, FormatError, StorageError, StepNotFoundError) as err:
-            if on_damage == "raise" or step is not None:
+            if (on_damage == "raise" or step is not None) and not copy.again:
                 raise
-            skipped = (*skipped, f"{name}: {err}")
+            skipped = (*skipped, f"{copy.label}: {err}")
             warn_damaged(skipped[-1])
-    if (catalog.steps or catalog.unfinished or catalog.aside) and not allow_fresh:
+            continue
+        line = _line_after(levels, survey.copies[:index], incarnation)
+        return Choice(manifest, skipped, found.step, line, copy.level, copy.label, copy.again)
+    if step is not None or not (survey.is_empty or allow_fresh):
         raise StepNotFoundError(
-            f"{root.url} holds no step that can be restored: {catalog.inventory()}"
+            f"{levels.url} holds no step that can be restored: {survey.inventory}"
             + "".join(f"\n  - {text}" for text in (*skipped, *weights_only))
             + "\nNothing was changed. restore(allow_fresh=True) starts from zero beside what is there"
         )
     return Choice(skipped=skipped)
 
 
-def _line_after(root: Storage, newer: Sequence[Found], incarnation: int) -> int:
+def _line_after(levels: Levels, newer: Sequence[Copy], incarnation: int) -> int:
     """A new incarnation, when this start of the job has itself saved steps that it now goes back behind; else 0.
 
     Newer means a higher incarnation, then a higher step: without a new one, what comes next would be older than what is
     left behind.
     """
-    if not any(found.incarnation >= incarnation > 0 for found in newer):
+    if not any(copy.found.incarnation >= incarnation > 0 for copy in newer if not copy.why):
         return 0
     note = {"host": platform.node(), "after": incarnation, "started": time.time(), "id": secrets.token_hex(8)}
-    return new_incarnation(root, msgspec.json.encode(note) + b"\n")
+    return levels.take_incarnation(msgspec.json.encode(note) + b"\n")
 
 
 def warn_damaged(text: str) -> None:

@@ -18,7 +18,7 @@ from keepstep.checkpointer.every import Every
 from keepstep.checkpointer.history import History
 from keepstep.checkpointer.loading import LoadReport, Options
 from keepstep.checkpointer.pending import Pending
-from keepstep.checkpointer.preemption import Preempt, StopWatch
+from keepstep.checkpointer.preemption import Preempt, StopWatch, watch_for
 from keepstep.checkpointer.restoring import Wanted, restore_step
 from keepstep.checkpointer.saving import save_step
 from keepstep.checkpointer.starting import Wish, start_job
@@ -59,15 +59,17 @@ class Checkpointer(Closing):
         when_busy: when a save is due and every arena is in use, ``"wait"`` for one, or ``"skip"`` this save.
         memory_budget_bytes: what the arenas of one machine may have together; None for most of what is free.
         tolerate_failures: how many saves in a row may fail before the next due one raises.
-        check_staging: proves for each late tensor that nothing changed it while it was copied, by digests before and after.
-            For finding faults: it reads everything twice on the training thread.
+        check_staging: proves by digests that nothing changes a late tensor while it is copied, by reading all twice more.
         preempt: what to do when the job is asked to stop; None leaves signals alone.
         trace: whether every rank writes what it did, with digests of the state, to the folder ``trace``; or to which one.
         scrub: how often the agent reads old steps again while it has no save in hand, in seconds; None for never.
+        local: a folder on a disk of this machine, where steps are committed first; they are copied to ``root`` after that,
+            and ``uploads`` tells how far (None without). ``restore`` takes the nearest good copy of the newest step.
+        keep_local: which steps stay in ``local``, besides those to be copied; None for the last two.
 
     Raises:
         UsageError: ``state`` is not a TrainState, the root is a file, or options that mean nothing.
-        MismatchError: ranks were given different roots.
+        MismatchError: ranks were given different roots; or the two roots of one hold different runs.
         RunOwnedError: another job that is alive on this machine writes to this root.
         AgentError: ``background="agent"`` and none can be started.
     """
@@ -91,6 +93,8 @@ class Checkpointer(Closing):
         preempt: Preempt | None = None,
         trace: bool | Place = False,
         scrub: Every | None = None,
+        local: Place | None = None,
+        keep_local: Keep | None = None,
     ) -> None:
         self._ranks = Ranks.current()
         self._drill = drill_orders()
@@ -98,7 +102,6 @@ class Checkpointer(Closing):
         self._passed = 0
         self._deadline_s = deadline_s
         self._every = every
-        self._keep = keep or Keep()
         self._state = state
         self._closed = False
         self._history = History()
@@ -109,16 +112,17 @@ class Checkpointer(Closing):
             staging, background, arenas, when_busy, memory_budget_bytes, tolerate_failures, check_staging, scrub
         )
         with contextlib.ExitStack() as held:
-            wish = Wish(root, state, manner, trace, self._drill, deadline_s, self._keep)
+            wish = Wish(root, state, manner, trace, self._drill, deadline_s, keep or Keep(), local, keep_local)
             started = start_job(self._ranks, wish, held)
             self._root, self._saves, self._arena = started.root, started.saves, started.arena
+            self._levels, self._keep, self._upload = started.levels, started.keep, started.upload
+            self.uploads = started.uploads
             self._course = Course(started.lineage, overwrite=overwrite)
             self._boundaries = held.enter_context(Boundaries(state))
             self._tracing = held.enter_context(Tracing(started.trace, self._ranks, state, started.lineage.incarnation))
-            self._watch: StopWatch | None = None
-            if preempt is not None:
-                start = f"{started.lineage.run}/{started.lineage.incarnation}"
-                self._watch = held.enter_context(StopWatch(self._ranks, preempt, start, deadline_s))
+            self._watch = watch_for(self._ranks, preempt, started.lineage, deadline_s)
+            if self._watch is not None:
+                held.enter_context(self._watch)
             self._held = held.pop_all()
         self._due_s = time.monotonic()
         if self._saves is not None and every is not None:
@@ -160,8 +164,7 @@ class Checkpointer(Closing):
             strict, cast, share_reads: see ``keepstep.load``.
 
         Raises:
-            StepNotFoundError: that step is not there; or steps are there and none is good ("nothing usable" is never
-                "fresh start").
+            StepNotFoundError: that step is not there; or steps are there and none is good, which is never a fresh start.
             MismatchError: the step does not fit the state; lists everything; nothing was changed.
             CorruptError: the step is damaged, with ``on_damage="raise"``.
         """
@@ -170,10 +173,9 @@ class Checkpointer(Closing):
         self._settle()
         unused, options = self._course.unused, Options(None, strict, cast, None, share_reads)
         report, manifest = restore_step(
-            self._ranks, self._root, self._state, wanted, options=options, deadline_s=self._deadline_s
+            self._ranks, self._levels, self._state, wanted, options=options, deadline_s=self._deadline_s
         )
-        self._report = report
-        self._due_s = time.monotonic()
+        self._report, self._due_s = report, time.monotonic()
         if manifest is not None:
             self._course.adopt(manifest, report.incarnation)
             if manifest.world_size == self._ranks.world:
@@ -195,8 +197,7 @@ class Checkpointer(Closing):
         is logged here; training goes on, and the next due save tries again.
 
         Args:
-            samples: samples consumed by this step, over all ranks, as far as ``micro_step`` has not counted them.
-            tokens: tokens consumed by this step, likewise.
+            samples, tokens: what this step consumed, over all ranks, as far as ``micro_step`` has not counted it.
             epoch: the epoch the next step belongs to, when it changed.
             batch: what this rank was given, or the ids of its samples, for a trace; nobody else looks at it.
             metrics: numbers to store with the step, such as ``loss=loss``; ``Keep(best=...)`` looks at them.
@@ -227,9 +228,7 @@ class Checkpointer(Closing):
         already. A resumed loop finds in ``micro`` how many microbatches are done. Begins a save when time says so.
 
         Args:
-            samples: samples consumed by this microbatch, over all ranks.
-            tokens: tokens consumed by it, likewise.
-            batch: as for ``step``.
+            samples, tokens, batch: of this microbatch alone, as for ``step``.
 
         Raises:
             Preempted: the job was asked to stop, and all ranks stand here.
@@ -270,6 +269,7 @@ class Checkpointer(Closing):
             failed_step=self._course.failed,
             keep=self._keep,
             protect=self._course.protected,
+            upload=self._upload,
             ready=self._history.ready(self._tolerated),
             refused=self._boundaries.unfinished(step) or self._course.behind(step),
         )

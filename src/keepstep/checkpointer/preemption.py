@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from keepstep.errors import CommitTimeoutError, Preempted, UsageError
+from keepstep.format.manifest import Lineage
 from keepstep.ranks import Ranks
 from keepstep.storage.base import Closing
 
-__all__ = ["Preempt", "StopWatch", "what_fits"]
+__all__ = ["Preempt", "StopWatch", "watch_for", "what_fits"]
 
 _log = logging.getLogger("keepstep")
 PATIENCE_S = 0.25
@@ -177,6 +178,13 @@ class StopWatch(Closing):
     def _verdict(self, patience_s: float) -> int | None:
         key = f"{self._key}/end"
         return int(self._ranks.read(key)) if self._ranks.wait(key, patience_s) else None
+
+
+def watch_for(ranks: Ranks, preempt: Preempt | None, lineage: Lineage, deadline_s: float) -> StopWatch | None:
+    """The watch of this start of the job, for whoever closes it; None when signals are left alone."""
+    if preempt is None:
+        return None
+    return StopWatch(ranks, preempt, f"{lineage.run}/{lineage.incarnation}", deadline_s)
 
 
 def what_fits(heard: list[tuple[float | None, float, float]], outlives: bool) -> tuple[str, float | None]:

@@ -11,6 +11,7 @@ import msgspec
 from keepstep.checkpointer.decisions import Choice, choose_step, warn_damaged
 from keepstep.checkpointer.loading import LoadReport, Options, load_step
 from keepstep.commit.catalog import step_storage
+from keepstep.copies.levels import Levels, levels_of
 from keepstep.errors import CheckpointError, MismatchError, RankFailedError, UsageError
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest, step_name
 from keepstep.ranks import Ranks
@@ -42,7 +43,13 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 
 
 def restore_step(
-    ranks: Ranks, root: Storage, state: Mapping[str, Any], wanted: Wanted, *, options: Options, deadline_s: float
+    ranks: Ranks,
+    root: Storage | Levels,
+    state: Mapping[str, Any],
+    wanted: Wanted,
+    *,
+    options: Options,
+    deadline_s: float,
 ) -> tuple[LoadReport, Manifest | None]:
     """Loads the step that is wanted; without a manifest on a fresh root. Collective; see ``Checkpointer.restore``."""
     skipped: tuple[str, ...] = ()
@@ -63,14 +70,15 @@ def restore_step(
             return LoadReport(0, root.url, True, world=ranks.world, skipped=skipped), None
         manifest = parse_manifest(choice.manifest, f"{step_name(choice.step)}/{MANIFEST_NAME}")
         try:
-            storage = step_storage(root, manifest.step)
+            storage = step_storage(levels_of(root).places[choice.level], manifest.step)
             report = load_step(ranks, storage, manifest, state, options=options, deadline_s=deadline_s)
         except CheckpointError as err:
             # What made one rank fail was told to the others, so all of them decide alike.
             codes = err.codes.values() if isinstance(err, RankFailedError) else (err.code,)
-            if wanted.on_damage == "raise" or wanted.step is not None or not _DAMAGE.issuperset(codes):
+            final = (wanted.on_damage == "raise" or wanted.step is not None) and not choice.again
+            if final or not _DAMAGE.issuperset(codes):
                 raise
-            skipped = (*skipped, f"{step_name(manifest.step)}: {err}")
+            skipped = (*skipped, f"{choice.label}: {err}")
             if ranks.leads:
                 warn_damaged(skipped[-1])
             continue

@@ -234,4 +234,4 @@ def order_of(snapshot: Snapshot, agreed: Agreement, attempt: Attempt, world: int
         files={},
     )
     in_run = attempt.root is not None
-    return Order(manifest, attempt.replace, agreed.leftovers, in_run, attempt.keep, attempt.protect)
+    return Order(manifest, attempt.replace, agreed.leftovers, in_run, attempt.keep, attempt.protect, attempt.upload)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 
 import msgspec
 
 from keepstep.commit.catalog import read_catalog
 from keepstep.commit.pins import pinned_steps
 from keepstep.commit.publish import is_overtaken
-from keepstep.commit.retention import Keep, for_space, judge, make_room, remove_step
+from keepstep.commit.retention import Fate, Keep, for_space, judge, make_room, remove_step
+from keepstep.commit.uploads import unsent_steps
 from keepstep.commit.weights import drop_optimizers, droppable
 from keepstep.errors import StorageError
 from keepstep.failpoints import reach
@@ -18,12 +20,17 @@ from keepstep.storage.base import Storage
 
 __all__ = ["Order", "tidy"]
 
+ROOM = 1.25
+"""How many times the last step there is to be room for, before steps are kept only because they were not copied yet."""
+_log = logging.getLogger("keepstep")
+
 
 class Order(msgspec.Struct, frozen=True):
     """An attempt to be committed: what ``commit_step`` and ``tidy`` need besides receipts.
 
     ``manifest`` is complete but for its files. ``leftovers`` are names that were in the step's folder before this attempt.
     ``in_run`` says that the step lies in a run's folder, where ``keep`` rules and ``protect`` lists steps that stay.
+    ``upload`` are the rules of another root, to which steps are copied: those it wants stay until they are there.
     """
 
     manifest: Manifest
@@ -32,6 +39,7 @@ class Order(msgspec.Struct, frozen=True):
     in_run: bool = False
     keep: Keep | None = None
     protect: tuple[int, ...] = ()
+    upload: Keep | None = None
 
 
 def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
@@ -54,14 +62,37 @@ def tidy(root: Storage, order: Order, manifest: Manifest) -> None:
         lost = FileNotFoundError(errno.ENOENT, "the step just committed is not there; nothing was removed")
         raise StorageError("find", f"{step_name(manifest.step)}/{MANIFEST_NAME}", lost)
     fates = judge(catalog, keep, run=manifest.lineage.run, resumed={*order.protect}, pinned=pinned | {manifest.step})
+    unsent = frozenset[int]() if order.upload is None else unsent_steps(root, catalog, order.upload, pinned)
     for fate in reversed(fates):
+        if fate.found.step in unsent:
+            continue
         if fate.goes:
             remove_step(root, fate.found, manifest.lineage.incarnation)
         elif fate.strip and droppable(manifest):
             # (A state without an optimizer has nothing to drop: no old manifest has to be read to see that.)
             drop_optimizers(root, fate.found.step, manifest.lineage.incarnation)
+    if unsent:
+        _make_room_of_unsent(root, [fate for fate in reversed(fates) if fate.found.step in unsent], keep, manifest)
     if keep.min_free_bytes:
         free = make_room(root, for_space(fates), keep.min_free_bytes, manifest.lineage.incarnation)
         if free is not None and free < keep.min_free_bytes:
             text = f"{free:,} bytes are free, {keep.min_free_bytes:,} are wanted, and no more steps may go for that"
             raise StorageError("make room", root.url, OSError(errno.ENOSPC, text))
+
+
+def _make_room_of_unsent(root: Storage, fates: list[Fate], keep: Keep, manifest: Manifest) -> None:
+    """Where the next save would not fit: training matters more than copies of old steps, so the oldest of them go."""
+    needed = max(keep.min_free_bytes, int(ROOM * manifest.total_bytes))
+    for fate in fates:
+        free = root.free_bytes()
+        if free is None or free >= needed:
+            return
+        if fate.goes:
+            _log.warning(
+                "%s: step %d is removed although it was not copied yet: %s bytes are free, and the next save needs %s",
+                root.url,
+                fate.found.step,
+                f"{free:,}",
+                f"{needed:,}",
+            )
+            remove_step(root, fate.found, manifest.lineage.incarnation)

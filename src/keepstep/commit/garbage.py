@@ -16,7 +16,15 @@ import msgspec
 from keepstep.commit.aside import QUARANTINE, set_aside
 from keepstep.commit.catalog import Catalog
 from keepstep.commit.pins import PINS
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, new_incarnation, newest_incarnation
+from keepstep.commit.publish import (
+    INCARNATIONS,
+    LATEST_NAME,
+    ORDER_NAME,
+    RUN_NAME,
+    TALLY_NAME,
+    new_incarnation,
+    newest_incarnation,
+)
 from keepstep.commit.records import RECORDS_NAME
 from keepstep.commit.retention import strays
 from keepstep.errors import CorruptError, FormatError, StorageError
@@ -30,7 +38,7 @@ SCRUBBED_NAME = "scrub.json"
 MAX_NOTE_BYTES = 1 << 16
 _NOTHING = ".nothing"
 _ATTEMPT = re.compile(r"/rank-\d{5,}\.([0-9a-f]{8,32})\.safetensors")
-_RECORDS = (LATEST_NAME, RUN_NAME, RECORDS_NAME, SCRUBBED_NAME)
+_RECORDS = (LATEST_NAME, RUN_NAME, RECORDS_NAME, SCRUBBED_NAME, ORDER_NAME, TALLY_NAME)
 _FOLDERS = (INCARNATIONS, PINS, QUARANTINE)
 
 

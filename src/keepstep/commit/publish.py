@@ -35,7 +35,9 @@ from keepstep.storage.base import Storage, read_blob
 __all__ = [
     "INCARNATIONS",
     "LATEST_NAME",
+    "ORDER_NAME",
     "RUN_NAME",
+    "TALLY_NAME",
     "Hint",
     "collect_receipts",
     "commit_step",
@@ -50,6 +52,10 @@ __all__ = [
 LATEST_NAME = "latest"
 RUN_NAME = "run.json"
 INCARNATIONS = "incarnations"
+ORDER_NAME = "remote.json"
+"""Where copies of the steps go, and by which rules; see ``uploads``."""
+TALLY_NAME = "uploaded.json"
+"""Which copies are there."""
 _log = logging.getLogger("keepstep")
 MAX_HINT_BYTES = 1 << 16
 POINTING_TRIES = 20
@@ -264,9 +270,9 @@ def is_overtaken(root: Storage, incarnation: int) -> bool:
     return newest_incarnation(root) > incarnation
 
 
-def new_incarnation(storage: Storage, note: bytes) -> int:
-    """Takes the next incarnation for this start of the job; of several starts at once each gets its own."""
-    first = newest_incarnation(storage) + 1
+def new_incarnation(storage: Storage, note: bytes, above: int = 0) -> int:
+    """Takes the next incarnation for this start of the job, ``above`` another one; of several at once each gets its own."""
+    first = max(newest_incarnation(storage), above) + 1
     for number in range(first, first + 1000):
         if storage.put_new(f"{INCARNATIONS}/{number:06d}", note):
             return number

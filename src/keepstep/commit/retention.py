@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from keepstep.commit.aside import QUARANTINE, Note, read_notes, set_aside
 from keepstep.commit.catalog import Catalog, Found, read_manifest, step_storage
 from keepstep.commit.pins import PINS
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, is_overtaken
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, ORDER_NAME, RUN_NAME, TALLY_NAME, is_overtaken
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StorageError, UsageError
 from keepstep.failpoints import reach
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
@@ -36,7 +36,8 @@ __all__ = [
 _NOTHING = ".nothing"
 """A name that no blob has. Removing it lets a storage drop a folder that a killed attempt made and never filled, and makes
 durable what is seen in one: whoever put a manifest there, or took it away, may have been killed before it was."""
-_RECORDS = (f"{LATEST_NAME}.", f"{RUN_NAME}.", f"{INCARNATIONS}/", f"{PINS}/", f"{QUARANTINE}/")
+_BLOBS = tuple(f"{name}." for name in (LATEST_NAME, RUN_NAME, ORDER_NAME, TALLY_NAME))
+_RECORDS = (*_BLOBS, f"{INCARNATIONS}/", f"{PINS}/", f"{QUARANTINE}/")
 
 
 @dataclass(frozen=True, slots=True)
