@@ -143,7 +143,8 @@ class PartUpload(Upload):
             with self._lock:
                 part.note(start, stop)
             done += stop - start
-        self._hand_on()
+        if self._size_hint_bytes > size:
+            self._hand_on()
 
     def lend_at(self, offset: int, data: memoryview) -> None:
         """Hands on as it is what has its turn, and waits when too much is on its way. All of an object, in any order."""

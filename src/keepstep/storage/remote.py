@@ -59,8 +59,8 @@ class RemoteStorage(Storage):
     """
 
     far = True
-    request_bytes = 1 << 23
-    requests_at_once = 16
+    request_bytes = 1 << 22
+    requests_at_once = 32
 
     def __init__(
         self,
