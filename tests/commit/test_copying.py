@@ -18,6 +18,7 @@ from keepstep.check.verify import verify
 from keepstep.commit.aside import put_aside
 from keepstep.commit.catalog import read_catalog, read_manifest, step_storage
 from keepstep.commit.copying import copy_step, copying
+from keepstep.commit.garbage import fence
 from keepstep.commit.pins import pin_step
 from keepstep.commit.publish import new_incarnation, run_of
 from keepstep.commit.retention import sweep_leftovers
@@ -233,6 +234,26 @@ def test_roots_that_have_gone_on_apart_are_not_mixed(saved):
     with pytest.raises(MismatchError, match="gone on apart"):
         copy_step(other, one, 4)
     assert blobs(one) == before
+
+
+def test_roots_that_were_only_tidied_are_told_apart_by_the_start_before(saved):
+    """A number that a gc has taken says nothing of where a root comes from; the one below it does."""
+    one, other = clone(saved, "one"), clone(saved, "other")
+    for root in (one, other):
+        fence(root, "here")
+    assert copy_step(one, other, 2).outcome == "there"
+    one.delete(["step-00000002/.metadata"])
+    assert copy_step(other, one, 2).outcome == "copied"
+    # And one that a job has taken at one of them is no gc at the other.
+    train(third := clone(saved, "third"), 1)
+    with pytest.raises(MismatchError, match="gone on apart"):
+        copy_step(third, one, 3)
+    one, other = clone(third, "one"), clone(saved, "other")
+    train(other, 1)
+    for root in (one, other):
+        fence(root, "here")
+    with pytest.raises(MismatchError, match="incarnation 2 is another start"):
+        copy_step(one, other, 3)
 
 
 def test_of_two_steps_of_one_number_the_newer_start_of_the_run_stays(saved):

@@ -86,29 +86,31 @@ def check_run(origin: Origin, target: Storage) -> None:
 
 def _check_line(source: Storage, target: Storage, shared: list[int]) -> None:
     """The newest start of the job that both roots know is the same one; else their numbers mean different things."""
-    if not shared:
-        return
-    here, there = (_start_id(root, shared[-1]) for root in (source, target))
-    if here and there and here != there:
-        lines = [f"{source.url}: start {here}", f"{target.url}: start {there}"]
-        raise MismatchError(
-            f"both roots have gone on apart from each other: incarnation {shared[-1]} is another start of the job in each."
-            " Which steps are newer cannot be told; nothing was copied:",
-            lines,
-        )
+    for number in reversed(shared):
+        here, there = (_note_at(root, number) or b"" for root in (source, target))
+        if here != there and _tells(here) and _tells(there):
+            lines = [f"{root.url}: {note.decode(errors='replace').strip()}"
+                     for root, note in ((source, here), (target, there))]  # fmt: skip
+            raise MismatchError(
+                f"both roots have gone on apart from each other: incarnation {number} is another start of the job in each."
+                " Which steps are newer cannot be told; nothing was copied:",
+                lines,
+            )
+        if here == there and b'"id"' in here:
+            return
+
+
+def _tells(note: bytes) -> bool:
+    """Whether it is what a start has written, and not what a repair or a copy has put in the place of a lost one."""
+    try:
+        fields = msgspec.json.decode(note, type=dict[str, object])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return not fields.keys() & {"rebuilt", "copied"}
 
 
 def _starts(root: Storage) -> set[int]:
     return {int(name[-6:]) for name, _ in root.list(INCARNATIONS) if name[-6:].isdigit()}
-
-
-def _start_id(root: Storage, number: int) -> str:
-    """The random id of a start of the job; empty where it is not known."""
-    try:
-        fields = msgspec.json.decode(_note_at(root, number) or b"{}", type=dict[str, object])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ""
-    return str(fields.get("id", ""))
 
 
 def _note_at(root: Storage, number: int) -> bytes | None:
