@@ -167,24 +167,26 @@ class Exchange:
     rank: int
     _deadline: dt.timedelta
     _group: Any
+    _begun: list[tuple[int, Any]] = field(default_factory=list)
 
-    def begin(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    def begin(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
         """Starts to send tensors to ranks and to fill others from ranks; leave them alone until ``finish`` returns."""
         with _cut_off(self.rank):
-            receiving = [(rank, self._group.recv([tensor], rank, 0)) for rank, tensor in incoming]
-            return receiving + [(rank, self._group.send([tensor], rank, 0)) for rank, tensor in outgoing]
+            self._begun.extend((rank, self._group.recv([tensor], rank, 0)) for rank, tensor in incoming)
+            self._begun.extend((rank, self._group.send([tensor], rank, 0)) for rank, tensor in outgoing)
 
-    def finish(self, begun: list[tuple[int, Any]]) -> None:
+    def finish(self) -> None:
         """Waits until it is done. RankFailedError when a rank is gone or late; it may not be the one to blame."""
-        for rank, work in begun:
-            with _cut_off(rank):
-                work.wait(self._deadline)
+        while self._begun:
+            with _cut_off(self._begun[0][0]):
+                self._begun[0][1].wait(self._deadline)
+            del self._begun[0]
 
     def close(self) -> None:
         """Closes this rank's end: after a failure, or when all ranks are done. Idempotent."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        # The connections are closed once nothing holds them: no work may be left, not even in a frame of an error.
+        self._begun.clear()
+        self._group = None
 
 
 @contextlib.contextmanager
@@ -192,9 +194,7 @@ def _cut_off(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as err:
-        raise RankFailedError(
-            "the exchange of bytes between ranks broke off", {rank: str(err).splitlines()[0]}
-        ) from err
+        raise RankFailedError("the ranks' exchange broke off", {rank: str(err).splitlines()[0]}) from err
 
 
 @dataclass(slots=True)

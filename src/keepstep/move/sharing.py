@@ -308,10 +308,10 @@ def _pass_on(
                 slabs.reverse()
                 given, incoming = _laid_out(wire.rank, team, portions, slabs)
                 outgoing = [(rank, own) for rank in team.ranks if rank != wire.rank] if own is not None else []
-                begun = wire.begin(outgoing, incoming)
+                wire.begin(outgoing, incoming)
                 # While this round is on its way, the one before is put into its place.
                 yield from before
-                wire.finish(begun)
+                wire.finish()
                 if own is not None:
                     given.extend(_sliced(portions[team.ranks.index(wire.rank)], own, proved=True))
                 before = given
