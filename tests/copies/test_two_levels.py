@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import keepstep as ks
+from keepstep.agent import uploader
 from keepstep.commit.catalog import read_catalog
+from keepstep.commit.publish import new_incarnation
 from keepstep.commit.retention import Keep
 from keepstep.copies import uploads
 from keepstep.copies.uploads import Behind
@@ -284,6 +286,64 @@ def test_a_run_that_has_gone_on_elsewhere_is_left_alone(near, far, tmp_path, cap
         ckpt.uploads.wait(30)
     assert steps_in(far) == [1, 2, 3]
     assert contents(far / "step-00000003") == contents(near / "step-00000003")
+
+
+def test_a_copy_under_way_does_not_appear_once_the_run_goes_on_elsewhere(near, far, tmp_path):
+    """The other start comes between the last file of a step and its manifest."""
+    state, cable = run(), Cable(far)
+    starts = []
+
+    def start_elsewhere(operation, name):
+        cable.look(operation, name)
+        if operation == "commit" and "step-00000002/state/" in name and not starts:
+            starts.append(new_incarnation(cable.inner, b'{"id": "elsewhere"}'))
+
+    cable.before = start_elsewhere
+    with job(cable, near, state) as ckpt:
+        ckpt.restore()
+        save(ckpt, state, 1)
+        ckpt.uploads.wait(30)
+        save(ckpt, state, 1)
+        wait_until(lambda: "gone on elsewhere" in ckpt.uploads.behind().trouble)
+        assert (starts, steps_in(far), steps_in(near)) == ([2], [1], [1, 2])
+
+
+def test_a_line_that_was_left_behind_is_replaced_at_both_levels(near, far):
+    """Back to an older step, and on from there on another way."""
+    state = run()
+    with job(far, near, state, keep_local=Keep(last=9)) as ckpt:
+        ckpt.restore()
+        save(ckpt, state, 3)
+        ckpt.uploads.wait(30)
+        left = contents(far / "step-00000002")
+        ckpt.restore(step=1)
+        state["optimizer"].param_groups[0]["lr"] = 0.5
+        save(ckpt, state)
+        ckpt.uploads.wait(30)
+    assert contents(far / "step-00000002") == contents(near / "step-00000002") != left
+    assert latest(far) == 2
+    assert sorted(path.name for path in (far / "incarnations").iterdir()) == ["000001", "000002"]
+    back = run(9)
+    with job(far, near, back) as ckpt:
+        assert ckpt.restore().step == 2
+    assert_same(tensors_of(back), tensors_of(state))
+
+
+def test_a_step_that_is_damaged_near_holds_nothing_up(near, far, caplog, monkeypatch):
+    monkeypatch.setattr(uploader, "FIRST_PAUSE_S", 0.01)
+    state, cable = run(), Cable(far)
+    with job(cable, near, state, keep=Keep(last=9)) as ckpt:
+        ckpt.restore()
+        cable.cut = True
+        save(ckpt, state, 2)
+        for file in (near / "step-00000002" / "model").iterdir():
+            flip(file)
+        cable.cut = False
+        ckpt.uploads.wait(30)
+        assert "step 2 is not copied" in caplog.text
+        save(ckpt, state)
+        ckpt.uploads.wait(30)
+    assert steps_in(far) == [1, 3]
 
 
 # --- what is not possible ---------------------------------------------------------------------------------------------

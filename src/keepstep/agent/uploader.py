@@ -12,6 +12,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from keepstep.commit.catalog import Catalog, Found, read_catalog, read_manifest, step_storage
@@ -30,7 +31,14 @@ from keepstep.commit.uploads import (
     waiting_steps,
     write_tally,
 )
-from keepstep.errors import CheckpointError, CorruptError, FormatError, StepExistsError, StepNotFoundError
+from keepstep.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    RunOwnedError,
+    StepExistsError,
+    StepNotFoundError,
+)
 from keepstep.storage.base import Closing, Storage, read_blob
 from keepstep.storage.local import storage_of
 
@@ -39,6 +47,8 @@ __all__ = ["FIRST_PAUSE_S", "LONGEST_PAUSE_S", "Uploader"]
 TICK_S = 0.2
 CLOSE_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+TRIES = 3
+"""Of a step that seems to be damaged, or to be in another one's way."""
 PATIENCE_S = 86400.0
 """For how long an agent without trainers stays for copies that do not go on."""
 MAX_HINT_BYTES = 1 << 16
@@ -47,7 +57,10 @@ _log = logging.getLogger("keepstep")
 
 @dataclass(slots=True)
 class _Course:
-    """What one order has come to. ``seen`` is the hint at the near root when everything was found to be copied."""
+    """What one order has come to. ``seen`` is the hint at the near root when everything was found to be copied.
+
+    ``failed`` counts by save id; steps that fail for good are ``refused``.
+    """
 
     order: UploadOrder
     far: Storage | None
@@ -55,6 +68,7 @@ class _Course:
     pause_s: float = 0.0
     due: float = 0.0
     swept: bool = False
+    failed: Counter[str] = field(default_factory=Counter)
     refused: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -129,11 +143,9 @@ class Uploader(Closing):
         far = course.far
         here = read_catalog(near)
         foreign = foreign_starts(near, far, {found.incarnation for found in here.steps} | {order.incarnation})
-        if order.incarnation in foreign or newest_incarnation(far) > order.incarnation:
-            raise StepExistsError(
-                f"{far.url}: the run has gone on elsewhere since this start of the job (incarnation {order.incarnation})"
-                " began; what it has saved since is not copied"
-            )
+        if order.incarnation in foreign:
+            raise _overtaken(order)
+        _check_not_overtaken(far, order)
         there = read_catalog(far)
         todo, passed = to_upload(here, there, order.keep, pinned_steps(near) | pinned_steps(far), foreign)
         refused = {step: why for step, why in course.refused.items() if self._is_here(here, step, why[0])}
@@ -146,8 +158,12 @@ class Uploader(Closing):
                 course.swept = True
             return False
         try:
-            copied = self._copy(far, todo[0])
+            copied = self._copy(order, far, todo[0])
         except (CorruptError, FormatError, StepExistsError) as err:
+            course.failed[todo[0].save_id] += 1
+            if course.failed[todo[0].save_id] < TRIES:
+                # It may be the far root that was in disorder for a moment.
+                raise
             course.refused[todo[0].step] = todo[0].save_id, str(err)
             _log.warning("step %d is not copied to %s: %s", todo[0].step, far.url, err)
             return True
@@ -158,14 +174,22 @@ class Uploader(Closing):
             self._conclude(order, far, todo, copied)
         return copied is not None
 
-    def _copy(self, far: Storage, found: Found) -> Copied | None:
-        """One step; None when this has to stop."""
+    def _copy(self, order: UploadOrder, far: Storage, found: Found) -> Copied | None:
+        """One step; None when this has to stop.
+
+        Raises:
+            RunOwnedError: another start of the job has begun meanwhile; the step was not committed there.
+            See ``copying`` for the rest.
+        """
         copied = None
         with contextlib.closing(copying(self._near, far, found.step)) as parts:
             for copied in parts:
                 self._moved = time.monotonic()
                 if self._over.is_set() and not copied.outcome:
                     return None
+                if copied.files + copied.kept_files == copied.total_files and not copied.outcome:
+                    # The manifest is next.
+                    _check_not_overtaken(far, order)
         return copied
 
     def _conclude(self, order: UploadOrder, far: Storage, todo: tuple[Found, ...], copied: Copied) -> None:
@@ -251,3 +275,16 @@ class Uploader(Closing):
     @staticmethod
     def _is_here(here: Catalog, step: int, save_id: str) -> bool:
         return any((found.step, found.save_id) == (step, save_id) for found in here.steps)
+
+
+def _check_not_overtaken(far: Storage, order: UploadOrder) -> None:
+    """Whoever starts takes the next incarnation at the far root: from then on nothing of this one may appear there."""
+    if newest_incarnation(far) > order.incarnation:
+        raise _overtaken(order)
+
+
+def _overtaken(order: UploadOrder) -> RunOwnedError:
+    return RunOwnedError(
+        f"{order.url}: the run has gone on elsewhere since this start of the job (incarnation {order.incarnation}) began;"
+        " what it has saved since is not copied"
+    )
