@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 import threading
+from io import StringIO
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 import keepstep as ks
+from keepstep.cli.showing import print_step, read_step
+from keepstep.cli.verifying import verify_root, verify_step
 from keepstep.commit.catalog import read_manifest, step_storage
 from keepstep.commit.publish import Hint, point_latest, read_hint
 from keepstep.errors import CorruptError
@@ -139,6 +143,12 @@ def test_a_zombie_moves_nothing_back_in_a_bucket(moto, library):
 
 
 @pytest.mark.slow
+def test_a_zombie_moves_nothing_back_where_versions_have_numbers(gcs):
+    url = f"gs://{gcs.make_bucket('latest')}/{secrets.token_hex(4)}"
+    check_that_a_zombie_moves_nothing_back(ZombiesFarAway(url, options=gcs.options()))
+
+
+@pytest.mark.slow
 def test_a_store_without_conditions_has_a_hint_all_the_same(rclone):
     """And says in every manifest that it has none."""
     root = RemoteStorage(f"s3://{rclone.make_bucket('latest')}/{secrets.token_hex(4)}", options=rclone.options())
@@ -147,6 +157,15 @@ def test_a_store_without_conditions_has_a_hint_all_the_same(rclone):
     assert told(root) == (1, 2)
     assert not point_latest(root, manifest_of(1, 1, root), "0" * 16)
     assert read_manifest(step_storage(root, 2)).lineage.exclusive is False
+    facts = read_step(step_storage(root, 2), None)
+    shown = Console(width=200, file=StringIO(), markup=False)
+    print_step(facts, shown)
+    assert "store       gives a name to more than one writer" in shown.file.getvalue()
+    assert msgspec.json.decode(msgspec.json.encode(facts))["lineage"]["exclusive"] is False
+    quiet = Console(file=StringIO(), stderr=True)
+    assert verify_step(step_storage(root, 2), "step-00000002", quiet).notes
+    (note,) = verify_root(root, quiet).notes
+    assert "before these steps were committed: 1, 2; only one job at a time" in note
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """moto's server, one request after another: its own create-if-absent lets several through that come at once.
 
 With ``gcs`` it speaks the XML side of Google Cloud Storage, which is S3 in other words: the condition of a create, the
-signature, and that the deletion of what is absent is an error. Run as a script: PORT [gcs].
+signature, numbers of versions, and that the deletion of what is absent is an error. Run as a script: PORT [gcs].
 """
 
 from __future__ import annotations
@@ -36,15 +36,33 @@ def translated(app, environ, start_response):
     # Told by its host and its signature otherwise.
     scope = "Credential=key/20260101/us-east-1/s3/aws4_request"
     environ["HTTP_AUTHORIZATION"] = f"AWS4-HMAC-SHA256 {scope}, SignedHeaders=host, Signature=none"
-    if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
+    wanted = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
+    if wanted == "0":
         environ["HTTP_IF_NONE_MATCH"] = "*"
+    elif wanted is not None:
+        found = []
+        about = {"REQUEST_METHOD": "HEAD", "CONTENT_LENGTH": "0", "wsgi.input": io.BytesIO()}
+        [*app(environ | about, lambda status, headers, error=None: found.extend(generation_of(headers)))]
+        if [value for _, value in found] != [wanted]:
+            start_response("412 PRECONDITION FAILED", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>PreconditionFailed</Code></Error>"]
     if environ["REQUEST_METHOD"] == "DELETE" and not environ["QUERY_STRING"]:
         said = []
         [*app(environ | {"REQUEST_METHOD": "HEAD"}, lambda status, headers, error=None: said.append(status))]
         if said[0].startswith("404"):
             start_response("404 NOT FOUND", [("Content-Length", "0")])
             return [b""]
-    return [*app(environ, start_response)]
+
+    def numbered(status, headers, error=None):
+        return start_response(status, [*headers, *generation_of(headers)], error)
+
+    return [*app(environ, numbered)]
+
+
+def generation_of(headers):
+    """The header with the number of this version of an object, where there is one."""
+    tags = [value for name, value in headers if name.lower() == "etag"]
+    return [("x-goog-generation", str(int(tag.strip('"')[:15], 16))) for tag in tags]
 
 
 if __name__ == "__main__":
