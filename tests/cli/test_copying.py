@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -23,6 +24,7 @@ from keepstep.commit.catalog import read_catalog
 from keepstep.commit.publish import run_of
 from keepstep.errors import StorageError
 from tests.cli.test_commands import documented
+from tests.conftest import SEED
 from tests.helpers.agents import wait_until
 from tests.helpers.proxy import STALL, proxy_before
 from tests.helpers.same import assert_same
@@ -290,3 +292,44 @@ def test_a_command_that_was_killed_goes_on_where_it_was(saved, moto, tmp_path, d
                 assert not again
             assert_same(state_at(f"{ends[1]}/step-00000003"), state_at(saved / "step-00000003"))
             call("verify", f"{ends[1]}/step-00000003")
+
+
+def killed_again_and_again(saved, target, times, dice):
+    """Starts the command until it ends by itself; before, it is killed so many times, each soon after a name has come."""
+    command = [sys.executable, "-m", "keepstep.cli.main", "cp", str(saved), str(target), "--all", "--jobs", "2"]
+    names = len([path for path in saved.glob("step-*/**/*") if path.is_file()])
+    kills = 0
+    for _ in range(times):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        wanted = dice.randint(0, names)
+        try:
+            wait_until(
+                lambda process=process, wanted=wanted: (
+                    process.poll() is not None or len([*target.glob("step-*/**/*.*")]) >= wanted
+                )
+            )
+        finally:
+            process.kill()
+            kills += process.wait() == -signal.SIGKILL
+        for step in steps_at(target):
+            assert_same(state_at(target / f"step-{step:08d}"), state_at(saved / f"step-{step:08d}"))
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    call("verify", target)
+    assert steps_at(target) == steps_at(saved)
+    return kills
+
+
+@pytest.mark.slow
+def test_whenever_it_is_killed_whole_steps_are_there_and_the_next_one_ends_it(saved, tmp_path):
+    print(f"seed {SEED}")
+    killed_again_and_again(saved, tmp_path / "to", 2, random.Random(SEED))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_forty_kills(saved, tmp_path):
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    kills = sum(killed_again_and_again(saved, tmp_path / f"to-{n}", 5, dice) for n in range(8))
+    print(f"{kills} of 40 were killed in time")
+    assert kills > 10

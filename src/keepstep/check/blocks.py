@@ -1,4 +1,4 @@
-"""The bytes of one shard file against what was committed: its header, then every block of its data."""
+"""The data of one shard file against what was committed: every block by its digest."""
 
 from __future__ import annotations
 
@@ -8,32 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from keepstep.format.shardfile import ShardHeader, digest, header_bytes
+from keepstep.format.shardfile import ShardHeader, digest
 from keepstep.storage.base import Blob
 
-__all__ = ["VERIFY_THREADS", "Chunk", "compared_chunks", "read_header"]
+__all__ = ["VERIFY_THREADS", "Chunk", "compared_chunks"]
 
 VERIFY_THREADS = 4
 CHUNK_BYTES = 1 << 22
-FIRST_READ_BYTES = 1 << 16
-
-
-def read_header(blob: Blob, name: str) -> bytes:
-    """The raw header of an open shard file, with its length field; refuses a length that cannot be true.
-
-    Raises:
-        CorruptError: too short for a header, or a length that does not fit the file.
-        StorageError: it cannot be read.
-    """
-    head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
-    if head:
-        blob.read_into(0, memoryview(head))
-    length = header_bytes(memoryview(head), blob.size_bytes, name)
-    if length > len(head):
-        rest = bytearray(length - len(head))
-        blob.read_into(len(head), memoryview(rest))
-        head += rest
-    return bytes(head[:length])
 
 
 @dataclass(frozen=True, slots=True)

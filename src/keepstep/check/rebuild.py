@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from keepstep.check.blocks import read_header
 from keepstep.check.verify import Problem, verify_files
 from keepstep.commit.publish import collect_receipts
+from keepstep.commit.transfer import read_header
 from keepstep.commit.weights import droppable, stripped
 from keepstep.errors import CorruptError, FormatError, StorageError
 from keepstep.format.manifest import (

@@ -18,9 +18,10 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from keepstep.check.blocks import compared_chunks, read_header
+from keepstep.check.blocks import compared_chunks
 from keepstep.check.values import Outline, outline
 from keepstep.commit.catalog import read_manifest
+from keepstep.commit.transfer import read_header
 from keepstep.errors import CheckpointError, CorruptError, FormatError, StepNotFoundError, StorageError, listed
 from keepstep.format.box import check_partition, whole
 from keepstep.format.layout import Part, parts

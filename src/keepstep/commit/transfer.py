@@ -21,7 +21,7 @@ from keepstep.format.manifest import FileRecord
 from keepstep.format.shardfile import ShardHeader, digest, header_bytes, parse_header
 from keepstep.storage.base import Blob, Storage, Upload
 
-__all__ = ["LOOKS", "ShardName", "Transferred", "transfer"]
+__all__ = ["LOOKS", "ShardName", "Transferred", "read_header", "transfer"]
 
 CHUNK_BYTES = 1 << 23
 FIRST_READ_BYTES = 1 << 16
@@ -213,6 +213,24 @@ class _Work:
             self._buffers.put(buffer)
 
 
+def read_header(blob: Blob, name: str) -> bytes:
+    """The raw header of an open shard file, with its length field; refuses a length that cannot be true.
+
+    Raises:
+        CorruptError: too short for a header, or a length that does not fit the file.
+        StorageError: it cannot be read.
+    """
+    head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
+    if head:
+        blob.read_into(0, memoryview(head))
+    length = header_bytes(memoryview(head), blob.size_bytes, name)
+    if length > len(head):
+        rest = bytearray(length - len(head))
+        blob.read_into(len(head), memoryview(rest))
+        head += rest
+    return bytes(head[:length])
+
+
 def _opened(source: Storage, name: str) -> Blob:
     """The file, waited for as long as the storage may be late: whoever has committed the step has seen it."""
     end = time.monotonic() + source.late_s
@@ -230,15 +248,7 @@ def _proved_header(blob: Blob, file: ShardName) -> tuple[bytes, ShardHeader]:
     name, record = file.name, file.record
     if blob.size_bytes != record.size_bytes:
         raise CorruptError(f"{name} has {blob.size_bytes:,} bytes; {record.size_bytes:,} were written")
-    head = bytearray(min(FIRST_READ_BYTES, blob.size_bytes))
-    if head:
-        blob.read_into(0, memoryview(head))
-    length = header_bytes(memoryview(head), blob.size_bytes, name)
-    if length > len(head):
-        rest = bytearray(length - len(head))
-        blob.read_into(len(head), memoryview(rest))
-        head += rest
-    raw = bytes(head[:length])
+    raw = read_header(blob, name)
     if f"{digest(raw):016x}" != record.header_digest:
         raise CorruptError(f"{name}: the header is not the one that was committed (digest differs)")
     return raw, parse_header(raw, blob.size_bytes, name)
