@@ -101,6 +101,8 @@ def write_file(storage: Storage, save_id: str, step: int, rank: int) -> Receipt:
 class FileWriter:
     """In the place of what writes a rank's files on the training thread."""
 
+    seals_first = False
+
     def __init__(self, storage: Storage, heads: Any, *, origin: Any, arena: Any) -> None:
         self._storage, self._origin = storage, origin
 
