@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import warnings
@@ -19,7 +20,9 @@ from keepstep.errors import CheckpointError, CorruptError, DamageWarning, RankFa
 from keepstep.ranks import Exchange, Ranks
 from keepstep.storage.base import read_blob
 from tests.helpers.agents import wait_until
+from tests.helpers.buckets import a_run
 from tests.helpers.jobs import Job, alone
+from tests.helpers.proxy import proxy_before
 from tests.helpers.same import assert_same
 from tests.helpers.storages import Watched
 from tests.resharding.models import forget_meshes
@@ -158,6 +161,43 @@ def test_any_layout_reads_each_block_once(rank_pool, tmp_path):
     for name in two[0]:
         read = sum(found[name][0] for found in two)
         assert copy * 0.99 <= read <= 1.05 * copy, f"{name}: {read / copy:.2f} copies were read"
+
+
+def restore_from_bucket(rank, url, variables, save):
+    """A replica of a run in a bucket, told nothing but the URL."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        state = ks.TrainState(t={f"w{i}": torch.arange(MIB) * (i + 1.0) for i in range(4)})  # 16 MiB
+        with ks.Checkpointer(url, state, background="off") as saves:
+            if save:
+                saves.step()
+                saves.save()
+                return 0
+            for value in state["t"].values():
+                value.zero_()
+            report = saves.restore()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert all(torch.equal(value, torch.arange(MIB) * (i + 1.0)) for i, value in enumerate(state["t"].values()))
+    assert report.step == 1
+    return report.bytes_received
+
+
+@pytest.mark.slow
+def test_replicas_download_one_copy_from_a_bucket(rank_pool, moto):
+    """By default. Counted in front of the server: the ranges that are asked for of files with tensors."""
+    url, copy = a_run(moto, "replicas"), 16 * MIB
+    rank_pool(WORLD)(restore_from_bucket, url, moto.environment(), True)
+    with proxy_before(moto.address) as proxy:
+        received = rank_pool(WORLD)(restore_from_bucket, url, moto.environment(proxy.endpoint), False)
+        asked = [each for each in proxy.asked if each.method == "GET" and "/t/" in each.path]
+    assert min(received) >= 0.7 * copy
+    headers = [{name.lower(): value for name, value in each.headers.items()} for each in asked]
+    ranges = [re.fullmatch(r"bytes=(\d+)-(\d+)", each["range"]) for each in headers]
+    downloaded = sum(int(found[2]) + 1 - int(found[1]) for found in ranges)
+    assert copy <= downloaded <= 1.1 * copy, f"{downloaded / copy:.3f} copies"
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
