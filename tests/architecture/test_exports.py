@@ -35,6 +35,8 @@ def sort_key(name: str) -> tuple[int, str]:
 
 
 WITH_ALL = [module for module in modules() if listed(module) is not None]
+# They import the trainer of their name, which takes seconds.
+HEAVY = ("keepstep.interop.lightning",)
 
 
 @pytest.mark.parametrize("module", WITH_ALL, ids=lambda module: module.name)
@@ -43,7 +45,11 @@ def test_all_is_sorted_without_doubles(module):
     assert names == sorted(set(names), key=sort_key)
 
 
-@pytest.mark.parametrize("module", WITH_ALL, ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(one, marks=pytest.mark.slow) if one.name.startswith(HEAVY) else one for one in WITH_ALL],
+    ids=lambda module: module.name,
+)
 def test_all_names_what_exists(module):
     loaded = importlib.import_module(module.name)
     assert not {name for name in listed(module) if not hasattr(loaded, name)}

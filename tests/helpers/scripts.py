@@ -1,0 +1,180 @@
+"""Scripts of heavy trainers, run again and again at the price of a fork: one process imports the trainer, once.
+
+``Warm("lightning.pytorch")`` starts that process; ``run`` forks one child for each rank, which runs a script as if it had
+been started by hand, or by torchrun. A drill's variable tells its Checkpointer where to put steps and trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keepstep.check.compare import compare
+from keepstep.check.trace import DRILL_VARIABLE, DrillOrders, encode_orders, read_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Warm:
+    """A process that has imported ``modules``, and forks."""
+
+    def __init__(self, *modules: str) -> None:
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.helpers.scripts", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            cwd=ROOT,
+        )
+
+    def run(self, script: Path, *argv: object, folder: Path, name: str, **orders: Any) -> list[int]:
+        """Runs a script on ``ranks`` processes; its root and trace are ``folder/name``. Exit statuses by rank.
+
+        ``drill=False``: it is on its own. ``stop_at``: of a drill. ``kill_at``: all ranks are killed as soon as the trace of
+        the first has that step.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        order = {"script": str(script), "argv": list(map(str, argv)), "folder": str(folder), "name": name, **orders}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, "the process that forks has died"
+        statuses = json.loads(answer)
+        expected = -signal.SIGKILL if orders.get("kill_at") else 0
+        if any(status != expected for status in statuses):
+            logs = [path.read_text()[-3000:] for path in sorted(folder.glob(f"{name}.*.log"))]
+            raise AssertionError(f"{name}: ended with {statuses}\n" + "\n".join(logs))
+        return statuses
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def warm(*modules: str) -> Iterator[Warm]:
+    """A Warm that is closed in the end."""
+    process = Warm(*modules)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def assert_traces_agree(folder: Path, reference: str, other: str, *, last: int, ignore: tuple[str, ...] = ()) -> None:
+    """Every step of the newest runs in ``other`` has the bits, samples and losses of the reference; it comes to its end."""
+    wanted, found = read_trace(folder / reference / "trace"), read_trace(folder / other / "trace")
+    assert wanted.ranks.keys() == found.ranks.keys() != set()
+    for trace in (wanted, found):
+        for runs in trace.ranks.values():
+            assert runs[-1].steps[-1].step == last
+            assert all(step.loss is not None for run in runs for step in run.steps if not step.micro)
+    comparison = compare(wanted, found, exact=True, tolerance=0, ignore=ignore)
+    assert comparison.equal, comparison.first
+
+
+# --- the process that forks -----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    for module in sys.argv[1:]:
+        __import__(module)
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), flush=True)
+
+
+def serve(order: dict[str, Any]) -> list[int]:
+    folder, name, ranks = Path(order["folder"]), order["name"], order.get("ranks", 1)
+    trace = folder / name / "trace"
+    orders = DrillOrders(str(folder / name / "root"), str(trace), order.get("stop_at"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            if order.get("drill", True):
+                os.environ[DRILL_VARIABLE] = encode_orders(orders)
+            if ranks > 1:
+                launched(rank, ranks, port)
+            live(order, folder / f"{name}.{rank}.log")
+        pids.append(pid)
+    ends: dict[int, int] = {}
+    deadline = time.monotonic() + 100
+    while len(ends) < ranks:
+        for rank, pid in enumerate(pids):
+            if rank not in ends and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                ends[rank] = os.waitstatus_to_exitcode(ended[1])
+        late = time.monotonic() > deadline
+        # As under a launcher: when one has failed, the others are ended.
+        failed = any(ends.values())
+        if late or failed or (order.get("kill_at") and reached(trace, order["kill_at"])):
+            for rank, pid in enumerate(pids):
+                if rank not in ends:
+                    os.kill(pid, signal.SIGKILL)
+                    ends[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(0.002)
+    return [ends[rank] for rank in range(ranks)]
+
+
+def reached(trace: Path, step: int) -> bool:
+    path = trace / "rank-00000.jsonl"
+    return path.exists() and f'"what":"stepped","step":{step},' in path.read_text()
+
+
+def launched(rank: int, ranks: int, port: str) -> None:
+    """What torchrun puts into the environment."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def live(order: dict[str, Any], log: Path) -> None:
+    status = 1
+    try:
+        with log.open("a") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        import torch
+
+        torch.set_num_threads(1)
+        place = log.parent / order["name"]
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        sys.argv = [order["script"], *order["argv"]]
+        runpy.run_path(order["script"], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
