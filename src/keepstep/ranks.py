@@ -9,7 +9,8 @@ Each rank counts its phases, and equal numbers meet. A rank that missed one come
 another call than its own, or the others have come back to the same one, it goes on to the next number. So one call that
 not all ranks made does not set the ranks apart for good.
 
-Works beside NCCL and without it; no message depends on the trainer's groups or their timeouts.
+Works beside NCCL and without it; no message depends on the trainer's groups or their timeouts. Bytes that are too many for
+the store go through an *exchange*, by connections that are made for it.
 """
 
 from __future__ import annotations
@@ -370,9 +371,7 @@ class Phase:
 
     def _get_all(self, keys: list[str]) -> list[bytes]:
         store = self._store
-        if store.has_extended_api():
-            return list(store.multi_get(keys))
-        return [store.get(key) for key in keys]
+        return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
 
     def _forget_previous(self) -> None:
         """Whoever reports in this phase has read the verdict of the last one: its keys are of no more use."""
