@@ -153,6 +153,12 @@ def test_on_a_full_disk_training_matters_more_than_copies_of_old_steps(tmp_path,
 # --- whose starts -----------------------------------------------------------------------------------------------------
 
 
+def test_two_that_look_at_once_take_a_number_for_the_same_start():
+    near, inner = started((1, b"a"), (2, b"b")), started((1, b"a"))
+    far = Watched(inner, lambda operation, name: operation == "put_new" and inner.put(name, b"b"))
+    assert foreign_starts(near, far, {1, 2}) == NOBODY
+
+
 def started(*notes):
     root = MemoryStorage()
     for number, note in notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import signal
@@ -12,8 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import keepstep as ks
+from keepstep.cli.agents import Agents, print_agents, read_agents
+from keepstep.cli.words import size_words
 from keepstep.commit.retention import Keep
 from keepstep.storage.remote import RemoteStorage
 from keepstep.storage.retry import Patience
@@ -183,6 +187,11 @@ def test_everybody_is_killed_in_the_middle_of_a_copy(moto, tmp_path, background)
         assert any("step-00000002/model/" in one.path and one.method == "PUT" for one in proxy.asked[before:])
 
 
+def status_of(near):
+    """As the command sees it."""
+    return next(line for line in read_agents().agents if line.root == str(near))
+
+
 @pytest.mark.slow
 def test_an_agent_without_trainers_finishes_the_copies(moto, tmp_path):
     """The job ends during the outage; nobody has to start it again for the copies."""
@@ -195,6 +204,14 @@ def test_an_agent_without_trainers_finishes_the_copies(moto, tmp_path):
             trained(ckpt, state, steps=2)
             wait_until(lambda: proxy.done[DROP] > 0)
         wait_until(lambda: agent_of(near).trainers == ())
+        wait_until(lambda: status_of(near).copies.waiting == (2, 1))
+        line = status_of(near)
+        assert line.copies.url == url
+        console = Console(file=io.StringIO(), width=200)
+        print_agents(Agents((line,), (), ()), console)
+        assert f"copies    2 steps ({size_words(line.copies.waiting_bytes)}) behind at {url}" in (
+            console.file.getvalue()
+        )
         assert committed(there) == []
         proxy.fault = lambda asked: None
         wait_until(lambda: committed(there) == [1, 2], timeout_s=60)

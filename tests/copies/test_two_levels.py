@@ -50,7 +50,7 @@ class Cable(Watched):
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch):
     """A test that fails in the middle of an outage does not wait for its end."""
-    monkeypatch.setattr(uploads, "CLOSE_S", 5.0)
+    monkeypatch.setattr(uploads, "CLOSE_S", 0.5)
 
 
 @pytest.fixture

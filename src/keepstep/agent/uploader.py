@@ -46,7 +46,7 @@ __all__ = ["FIRST_PAUSE_S", "LONGEST_PAUSE_S", "Uploader"]
 
 TICK_S = 0.2
 CLOSE_S = 5.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 TRIES = 3
 """Of a step that seems to be damaged, or to be in another one's way."""
 PATIENCE_S = 86400.0
@@ -142,6 +142,7 @@ class Uploader(Closing):
             course.far = storage_of(order.url)
         far = course.far
         here = read_catalog(near)
+        self._count(order, here)
         foreign = foreign_starts(near, far, {found.incarnation for found in here.steps} | {order.incarnation})
         if order.incarnation in foreign:
             raise _overtaken(order)
@@ -239,21 +240,25 @@ class Uploader(Closing):
             write_tally(self._near, tally)
             self._tally = tally
 
+    def _count(self, order: UploadOrder, here: Catalog, trouble: str = "") -> None:
+        """What waits as far as is known here, before the far root is asked; it may not answer for long."""
+        before = read_tally(self._near)
+        sizes = dict(before.waiting)
+        waiting = waiting_steps(here, before)
+        counted = tuple((found.step, sizes.get(found.step) or self._size(found.step)) for found in waiting)
+        why = trouble or (before.trouble if waiting else "")
+        self._tell(Tally(order.url, order.incarnation, before.there, before.passed, counted, why))
+
     def _put_off(self, course: _Course, err: Exception) -> None:
-        """What waits is counted without the far root."""
+        """The next try is later."""
         course.pause_s = min(LONGEST_PAUSE_S, 2 * course.pause_s) or FIRST_PAUSE_S
         course.due = time.monotonic() + course.pause_s * random.uniform(0.75, 1.0)
         try:
-            before = read_tally(self._near)
-            sizes = dict(before.waiting)
-            waiting = waiting_steps(read_catalog(self._near), before)
-            counted = tuple((found.step, sizes.get(found.step) or self._size(found.step)) for found in waiting)
-            if before.trouble != str(err):
-                _log.warning(
-                    "copies to %s wait (%d steps), and are tried again: %s", course.order.url, len(counted), err
-                )
-            order = course.order
-            self._tell(Tally(order.url, order.incarnation, before.there, before.passed, counted, str(err)))
+            known = self._tally.trouble
+            self._count(course.order, read_catalog(self._near), str(err))
+            if known != str(err):
+                waiting = len(self._tally.waiting)
+                _log.warning("copies to %s wait (%d steps), and are tried again: %s", course.order.url, waiting, err)
         except CheckpointError as again:
             _log.warning("%s: %s", self._near.url, again)
 

@@ -170,12 +170,12 @@ def foreign_starts(near: Storage, far: Storage, used: Iterable[int]) -> frozense
     foreign: set[int] = set()
     for number in sorted((shared | {*used} | {number for number in here if number > top}) & here):
         note = _note(near, number)
-        if number in there:
-            same = _note(far, number) == note
-        else:
-            # One below the top that is not there was passed over by whoever took the next.
-            same = number > top and not foreign and far.put_new(f"{INCARNATIONS}/{number:06d}", note)
-        if not same:
+        if number not in there and (number < top or foreign):
+            # It was passed over by whoever took the next.
+            foreign.add(number)
+        elif number not in there and far.put_new(f"{INCARNATIONS}/{number:06d}", note):
+            continue
+        elif _note(far, number) != note:
             foreign.add(number)
     return frozenset(foreign)
 
