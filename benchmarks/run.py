@@ -33,8 +33,20 @@ QUESTIONS = [
     "overhead",
     "async_saves",
     "boundary",
+    "object_store",
 ]
-MEASURED = ["keepstep", "torch", "torch_checkpointing", "nvidia-resiliency-ext", "numpy", "xxhash", "msgspec"]
+MEASURED = [
+    "keepstep",
+    "torch",
+    "torch_checkpointing",
+    "nvidia-resiliency-ext",
+    "s3fs",
+    "s3torchconnector",
+    "obstore",
+    "numpy",
+    "xxhash",
+    "msgspec",
+]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 

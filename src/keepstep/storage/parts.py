@@ -1,7 +1,7 @@
 """A blob on its way to a store that takes objects from the beginning to the end, in parts of one size.
 
 Writers come in any order, from several threads; a part is handed on when it is full and every one before it was. What is
-held in memory: the parts on their way (``AHEAD`` here, and as many more as the library sends at once), and what came before
+held in memory: the parts on their way (one here, and as many more as the library sends at once), and what came before
 its turn. So whoever writes the beginning last has everything held until then. What is lent is handed on as it is, without
 a copy: then nothing is held.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,7 +22,6 @@ from keepstep.storage.base import Upload
 
 __all__ = ["PartLimits", "PartUpload", "Taker", "part_size"]
 
-AHEAD = 2
 ROUND_BYTES = 1 << 20
 
 
@@ -82,7 +82,8 @@ class _Part:
     __slots__ = ("data", "written")
 
     def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
+        # Pages of its own, which are given back at once; a heap keeps some.
+        self.data = memoryview(mmap.mmap(-1, size))
         self.written: list[tuple[int, int]] = []
 
     def note(self, start: int, stop: int) -> None:
@@ -121,6 +122,7 @@ class PartUpload(Upload):
         self._lent_to = 0
         self._lock = threading.Lock()
         self._handing = threading.Lock()
+        self._copying = threading.Lock()
         self._stream: _Stream | None = None
         self._over = False
 
@@ -129,7 +131,11 @@ class PartUpload(Upload):
         size, done = self._part_bytes, 0
         self._check_end(offset + len(data))
         if self._lent or self._lent_to:
-            self.lend_at(offset, memoryview(bytes(data)))
+            # One at a time: whoever waits for its turn has not copied yet.
+            with self._copying:
+                copy = memoryview(mmap.mmap(-1, max(1, len(data))))[: len(data)]
+                copy[:] = data
+                self.lend_at(offset, copy)
             return
         while done < len(data):
             index, start = divmod(offset + done, size)
@@ -219,7 +225,7 @@ class PartUpload(Upload):
         """The bytes of a part of a blob that has this size."""
         wanted = min(self._part_bytes, size_bytes - index * self._part_bytes)
         part = self._parts.pop(index, None)
-        return memoryview(part.data if part is not None else bytes(wanted))[:wanted]
+        return (part.data if part is not None else memoryview(bytes(wanted)))[:wanted]
 
     def _hand_on(self) -> None:
         # One thread hands on at a time, so that parts stay in their order; the others wait here instead of writing more.
@@ -231,7 +237,7 @@ class PartUpload(Upload):
                         return
                     del self._parts[self._next]
                     self._next += 1
-                self._streaming().hand(memoryview(part.data))
+                self._streaming().hand(part.data)
 
     def _hand_on_lent(self) -> None:
         with self._handing:
@@ -272,7 +278,7 @@ class _Stream(Iterator[memoryview]):
     def hand(self, part: memoryview) -> None:
         """Adds a part; waits until there is room for it. Raises what has gone wrong meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._waiting) < AHEAD or self._failed is not None)
+            self._changed.wait_for(lambda: not self._waiting or self._failed is not None)
             if self._failed is not None:
                 raise self._failed
             self._waiting.append(part)
