@@ -10,6 +10,7 @@ from keepstep.agent import board, hub
 from keepstep.checkpointer import course, decisions, pending, restoring, saving
 from keepstep.commit import conclude, publish, retention
 from keepstep.commit.catalog import Found
+from keepstep.copies import levels
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 
 
@@ -133,7 +134,7 @@ def each_rank_chooses_for_itself(plant):
 
     def alone(ranks, root, state, wanted, **options):
         report, manifest = restore(ranks, root, state, wanted, **options)
-        mine = decisions.read_catalog(root).steps
+        mine = levels.read_catalog(root).steps
         if wanted.step is None and mine:
             manifest = restoring.parse_manifest(
                 decisions.found_manifest(decisions.step_storage(root, mine[0].step)), ""
@@ -145,14 +146,14 @@ def each_rank_chooses_for_itself(plant):
 
 def newest_by_number(plant):
     """The step with the highest number is restored, whichever start it is from."""
-    look = decisions.read_catalog
+    look = levels.read_catalog
 
     def by_number(root):
         catalog = look(root)
         steps = sorted(catalog.steps, key=lambda found: found.step, reverse=True)
         return replace(catalog, steps=tuple(steps))
 
-    plant.setattr(decisions, "read_catalog", by_number)
+    plant.setattr(levels, "read_catalog", by_number)
 
 
 def nobody_watches_deadlines(plant):
