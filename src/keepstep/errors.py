@@ -158,9 +158,7 @@ class StorageError(CheckpointError, OSError):
 
     code = "storage"
     exit_status = 8
-    remedy = (
-        "Free space, repair permissions, the mount or the access to the store, and try again; committed steps are untouched."
-    )
+    remedy = "Free space, repair permissions, the mount or the way to the store, and try again; committed steps stay."
 
     def __init__(self, operation: str, key: str, cause: OSError) -> None:
         self.operation = operation
