@@ -25,7 +25,8 @@ from keepstep.errors import (
     UsageError,
 )
 from keepstep.storage.local import LocalStorage
-from tests.helpers.agents import wait_until
+from tests.cli.test_commands import call
+from tests.helpers.agents import kill_agent, wait_until
 from tests.helpers.runs import contents, latest, run, steps_in, train
 from tests.helpers.same import assert_same
 from tests.helpers.storages import Watched
@@ -110,6 +111,20 @@ def test_steps_are_committed_near_and_copied(near, far, background):
         report = ckpt.restore()
     assert (report.step, report.url, report.skipped) == (4, str(near / "step-00000004"), ())
     assert_same(tensors_of(there), tensors_of(state))
+
+
+def test_an_agent_that_dies_is_followed_by_one_that_knows_what_waits(near, far):
+    state = run()
+    with job(far, near, state, background="agent") as ckpt:
+        ckpt.restore()
+        save(ckpt, state)
+        kill_agent(near)
+        # Started again at a boundary; nobody tells it anything.
+        save(ckpt, state)
+        ckpt.uploads.wait(30)
+    assert steps_in(far) == [1, 2]
+    for root in (near, far):
+        assert call("verify", root).exit_code == 0
 
 
 def test_a_local_disk_that_is_gone_is_not_needed(near, far):
