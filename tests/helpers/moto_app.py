@@ -1,4 +1,5 @@
-"""moto's server, one request after another: its own create-if-absent lets several through that come at once.
+"""moto's server, one request after another: its own create-if-absent lets several through that come at once. Bodies that are
+not those that were signed are refused, as S3 does.
 
 With ``gcs`` it speaks the XML side of Google Cloud Storage, which is S3 in other words: the condition of a create, the
 signature, numbers of versions, and that the deletion of what is absent is an error. Run as a script: PORT [gcs].
@@ -6,6 +7,7 @@ signature, numbers of versions, and that the deletion of what is absent is an er
 
 from __future__ import annotations
 
+import hashlib
 import io
 import sys
 import threading
@@ -23,12 +25,23 @@ def main(port: int, dialect: str = "s3") -> None:
         length = int(environ.get("CONTENT_LENGTH") or 0)
         if length:
             environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
+        if is_spoilt(environ):
+            start_response("400 BAD REQUEST", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>XAmzContentSHA256Mismatch</Code></Error>"]
         with turn:
             if dialect == "gcs":
                 return translated(app, environ, start_response)
             return [*app(environ, start_response)]
 
     run_simple("127.0.0.1", port, one_by_one, threaded=True, request_handler=MotoRequestHandler)
+
+
+def is_spoilt(environ):
+    """Whether the body is not the one that was signed, which moto does not look at."""
+    signed = environ.get("HTTP_X_AMZ_CONTENT_SHA256", "")
+    if len(signed) != 64 or not isinstance(environ["wsgi.input"], io.BytesIO):
+        return False
+    return hashlib.sha256(environ["wsgi.input"].getbuffer()).hexdigest() != signed
 
 
 def translated(app, environ, start_response):

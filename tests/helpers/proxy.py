@@ -17,13 +17,19 @@ HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
 
 # What may become of a request. Before the server has heard of it:
 DROP = "drop"  # the connection is closed
-STALL = "stall"  # nothing happens until the client gives up
+STALL = "stall"  # nothing happens until the client gives up, or the proxy is given another ``fault``
+SPOIL = "spoil"  # a byte of the body is another one
 # After the server has done what it was asked for:
 LOST = "lost"  # the connection is closed in place of an answer
 RESET = "reset"  # the same, and hard
 CUT = "cut"  # half of the body comes, then the connection is closed
 SHORT = "short"  # half of the body comes, and is said to be all
-ALL = (DROP, LOST, RESET, CUT, SHORT, 503, 500, 429)
+LATE = "late"  # it goes well, a little later
+TRICKLE = "trickle"  # a byte of the body comes now and then, and never the last one
+FLIP = "flip"  # a byte of the body that comes is another one
+BUSY = (429, b"", (("Retry-After", "1"),))  # asks for more time than the client's patience would take
+ALL = (DROP, LOST, RESET, CUT, SHORT, LATE, 503, 500, 429, BUSY)
+LATE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class Asked:
     headers: dict[str, str]
 
 
-Fault = str | int | tuple[int, bytes] | None
-"""One of the words above; a status; a status and a body; None for a request that goes well."""
+Fault = str | int | tuple[int, bytes] | tuple[int, bytes, tuple[tuple[str, str], ...]] | None
+"""One of the words above; a status; a status and a body, and headers; None for a request that goes well."""
 
 
 @dataclass
@@ -68,6 +74,12 @@ def at_random(rate: float, seed: int, kinds: tuple[Fault, ...] = ALL) -> Callabl
     return lambda asked: dice.choice(kinds) if dice.random() < rate else None
 
 
+def one_flipped(data: bytes) -> bytes:
+    """Another byte in the middle."""
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 @contextlib.contextmanager
 def proxy_before(address: tuple[str, int]) -> Iterator[Proxy]:
     """A proxy in front of the server at this address."""
@@ -83,6 +95,7 @@ def proxy_before(address: tuple[str, int]) -> Iterator[Proxy]:
 
         def work(self):
             length = int(self.headers.get("Content-Length") or 0)
+            rule = proxy.fault
             fault = proxy.meet(self.command, self.path, length, dict(self.headers))
             if fault == DROP:
                 hang_up(self)
@@ -94,16 +107,20 @@ def proxy_before(address: tuple[str, int]) -> Iterator[Proxy]:
                 return
             if fault == STALL:
                 self.connection.settimeout(0.05)
-                while not proxy.over.is_set():
+                while not proxy.over.is_set() and proxy.fault is rule:
                     with contextlib.suppress(TimeoutError):
                         if not self.connection.recv(1):
                             break
                 hang_up(self)
                 return
             if isinstance(fault, int | tuple):
-                status, said = fault if isinstance(fault, tuple) else (fault, b"")
-                answer(self, status, [("Content-Type", "application/xml")], said)
+                status, said, *more = fault if isinstance(fault, tuple) else (fault, b"")
+                answer(self, status, [("Content-Type", "application/xml"), *(more[0] if more else ())], said)
                 return
+            if fault == SPOIL and body:
+                body = one_flipped(body)
+            if fault == LATE:
+                proxy.over.wait(LATE_S)
             status, headers, said = forward(self, body)
             if fault in (LOST, RESET):
                 hang_up(self, hard=fault == RESET)
@@ -111,6 +128,16 @@ def proxy_before(address: tuple[str, int]) -> Iterator[Proxy]:
             if fault in (CUT, SHORT) and said:
                 half = said[: len(said) // 2]
                 answer(self, status, headers, half, len(said) if fault == CUT else len(half))
+                hang_up(self)
+                return
+            if fault == FLIP and said:
+                said = one_flipped(said)
+            if fault == TRICKLE and said:
+                answer(self, status, headers, b"", len(said))
+                with contextlib.suppress(OSError):
+                    for at in range(len(said) - 1):
+                        self.wfile.write(said[at : at + 1])
+                        proxy.over.wait(LATE_S)
                 hang_up(self)
                 return
             answer(self, status, headers, said)

@@ -11,12 +11,10 @@ import torch
 
 import keepstep as ks
 from keepstep.errors import StepNotFoundError
-from keepstep.storage.base import Subfolder
 from keepstep.storage.remote import RemoteStorage
 from tests.helpers.agents import agent_of, wait_until
 from tests.helpers.buckets import (
     PAGE,
-    QUICK,
     SMALL_PARTS,
     a_run,
     advance,
@@ -27,7 +25,6 @@ from tests.helpers.buckets import (
     training,
     weights,
 )
-from tests.helpers.proxy import at_random, proxy_before
 from tests.helpers.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -139,34 +136,6 @@ def test_single_saves_by_url(moto):
         assert torch.equal(ks.open(f"{url}/a")["model/weight"], state["model"].weight)
         with pytest.raises(ks.errors.StepExistsError, match="is already committed"):
             ks.save(f"{url}/a", state)
-
-
-# --- a bad network ----------------------------------------------------------------------------------------------------
-
-
-def test_a_hundred_saves_behind_a_network_that_fails(moto_of_small_parts):
-    """Of a hundred saves, at 5 % of requests failing in every way there is: none lost, none wrong."""
-    server = moto_of_small_parts
-    with proxy_before(server.address) as proxy:
-        options = server.options(proxy.endpoint)
-        root = RemoteStorage(a_run(server, "bad"), options=options, patience=QUICK, limits=SMALL_PARTS)
-        beside = RemoteStorage(root.url, options=server.options())
-        state, other = training(), training(seed=1)
-        proxy.fault = at_random(0.05, seed=100)
-        with ks.Checkpointer(root, state, every=ks.Every(steps=1), keep=ks.Keep(last=2), tolerate_failures=0) as saves:
-            saves.restore()
-            for step in range(1, 101):
-                advance(state)
-                saves.step().wait_committed(60)
-                ks.load(Subfolder(beside, f"step-{step:08}"), other)
-                assert same(weights(other), weights(state))
-        failed = sum(proxy.done.values()) - proxy.done["well"]
-        print(f"{sum(proxy.done.values())} requests, {failed} of them failed: {dict(proxy.done)}")
-        assert failed > 30
-        assert committed(beside) == [99, 100]
-    with ks.Checkpointer(beside, other) as saves:
-        assert saves.restore().step == 100
-    assert server.client().list_multipart_uploads(Bucket="runs").get("Uploads") is None
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

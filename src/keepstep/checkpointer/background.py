@@ -29,11 +29,12 @@ from keepstep.agent.inside import InProcess
 from keepstep.agent.protocol import Join
 from keepstep.checkpointer.agree import Attempt, KnownPlan, agree
 from keepstep.checkpointer.every import Every
+from keepstep.checkpointer.looking import Looks
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.slots import ArenaSlot
 from keepstep.checkpointer.staged import COPY_THREADS, Desk, StagedSave
-from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, UsageError
+from keepstep.errors import AgentError, CheckpointError, CommitTimeoutError, RankFailedError, StorageError, UsageError
 from keepstep.format.layout import fingerprint
 from keepstep.plan.save_plan import assign_writers, rank_files
 from keepstep.ranks import Ranks
@@ -108,6 +109,7 @@ class BackgroundSaves(Closing):
         self._root = root
         self._manner = manner
         self._deadline_s = deadline_s
+        self._looks = Looks()
         self._slots = [ArenaSlot() for _ in range(manner.arenas)]
         self._at_work: Background | None = None
         self._warm = False
@@ -196,8 +198,8 @@ class BackgroundSaves(Closing):
         timeline, began = Timeline(), time.perf_counter()
         with timeline.span("wait"):
             slot = self._free_slot()
-        with no_collection():
-            with self._ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
+        try:
+            with no_collection(), self._ranks.phase(f"save step {attempt.step}", attempt.deadline_s) as phase:
                 # Within the phase, so that a rank that cannot start an agent tells the others.
                 background = self._working()
                 ready = msgspec.structs.replace(attempt.ready, busy=slot is None, agent=background.name)
@@ -209,7 +211,16 @@ class BackgroundSaves(Closing):
                     rank, world = self._ranks.rank, self._ranks.world
                     snapshot = capture(state, rank=rank, world=world, overlap=overlap, recall=self._recall)
                 with timeline.span("plan"):
-                    agreed = agree(phase, self._ranks, storage, snapshot, attempt)
+                    place, looking = self._looks.promptly(storage, attempt)
+                    agreed = agree(phase, self._ranks, place, snapshot, looking)
+        except (StorageError, RankFailedError) as err:
+            if not self._looks.is_away(storage, err):
+                raise
+            # A store that is away fails this save, as it fails one that has begun: training goes on.
+            pending = Pending(attempt.step, storage.url)
+            pending.fail(err)
+            return pending, attempt.known
+        with no_collection():
             if agreed.skip or slot is None:
                 self._skipped += 1
                 if self._ranks.leads:

@@ -140,12 +140,19 @@ _STATUSES = MappingProxyType(
 )
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _PASSING_CODES = frozenset({"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "ServerBusy"})
+_SPOILT_CODES = frozenset({"XAmzContentSHA256Mismatch", "BadDigest", "Md5Mismatch", "Crc64Mismatch"})
 
 
-def known_trouble(code: str, status: int) -> Trouble | None:
-    """What a store means by an error code and an HTTP status (0: none came); None when neither is known."""
+def known_trouble(code: str, status: int, *, renews: bool = False) -> Trouble | None:
+    """What a store means by an error code and an HTTP status (0: none came); None when neither is known.
+
+    With ``renews`` the next try may have other credentials.
+    """
     if code in _CODES:
-        return Trouble(*_CODES[code])
+        number, text = _CODES[code]
+        return Trouble(number, text, passing=renews and text == _EXPIRED)
+    if code in _SPOILT_CODES:
+        return Trouble(errno.EIO, f"the store got other bytes than were sent ({status} {code})", passing=True)
     if status in _PASSING or code in _PASSING_CODES:
         said = f"{status} {code}".strip()
         return Trouble(errno.EAGAIN if status in (429, 503) else errno.EIO, f"the store answered {said}", passing=True)

@@ -56,29 +56,28 @@ class FsspecClient(Client):
     _memory: ClassVar[contextlib.AbstractContextManager[object]] = threading.RLock()
 
     def __init__(self, url: RemoteUrl, options: Mapping[str, Any], patience: Patience) -> None:
-        fsspec = import_module("fsspec")
-        manner: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if OBJECT_STORES.get(url.scheme) == "s3":
-            # One try at a time: a library that tries again by itself takes its own object for somebody else's.
-            retries = {"total_max_attempts": 1}
-            manner["config_kwargs"] = {"retries": retries, "read_timeout": patience.request_s, "connect_timeout": 10}
         try:
-            files, root = fsspec.core.url_to_fs(url.given, **{**manner, **options})
+            self._files, root = _files_of(url, options, patience, tries=1)
+            # Parts come only once, so it has to be the library that sends them again.
+            has_tries = OBJECT_STORES.get(url.scheme) == "s3"
+            patient = _files_of(url, options, patience, tries=max(1, patience.tries))[0] if has_tries else self._files
         except (ValueError, TypeError, OSError) as err:
             raise UsageError(f"{url.shown}: {without_secrets(str(err))}") from err
-        if hasattr(files, "retries"):
-            files.retries = 1
-        self._files: Any = files
+        self._patient: Any = patient
         self._root: str = root.rstrip("/")
         memory = import_module("fsspec.implementations.memory")
-        self._in_memory = self.private = isinstance(files, memory.MemoryFileSystem)
+        self._in_memory = self.private = isinstance(self._files, memory.MemoryFileSystem)
         self._has_objects = self._in_memory or url.scheme in OBJECT_STORES
         self._no_marks = OBJECT_STORES.get(url.scheme) == "azure"
         # Where a second writer may come between looking and writing, the store cannot be tried out.
         self.exclusive = None if self._has_objects else False
+        # A store that sends a byte now and then is waited for without an end, but for this. A listing is many requests.
+        in_time = getattr(self._files, "async_impl", False)
+        self._limits = {"timeout": patience.request_s} if in_time else {}
+        self._long = {"timeout": patience.total_s} if in_time else {}
         # File systems that are not made for several threads have one position in a file, or one channel; and what is in
         # memory belongs to the process, whoever has opened it.
-        own = contextlib.nullcontext() if getattr(files, "async_impl", False) else threading.RLock()
+        own = contextlib.nullcontext() if in_time else threading.RLock()
         self._one: contextlib.AbstractContextManager[object] = self._memory if self._in_memory else own
 
     def check_process(self) -> None:
@@ -92,7 +91,7 @@ class FsspecClient(Client):
             elif new:
                 self._create(self._path(name), bytes(data))
             else:
-                self._files.pipe_file(self._path(name), bytes(data))
+                self._files.pipe_file(self._path(name), bytes(data), **self._limits)
 
     def write_over(self, name: str, data: bytes, opened: Opened) -> None:
         """See Client. In memory, and where the library passes the condition on."""
@@ -106,7 +105,7 @@ class FsspecClient(Client):
         if "s3" not in self._files.protocol or not opened.version:
             raise NotImplementedError("the library replaces an object whatever it is")
         try:
-            self._files.pipe_file(path, data, IfMatch=opened.version)
+            self._files.pipe_file(path, data, IfMatch=opened.version, **self._limits)
         except Exception as err:  # whatever the library makes of it, a condition that did not hold has one meaning
             status = _answer(err)[1]
             if status in (404, 412):
@@ -141,22 +140,22 @@ class FsspecClient(Client):
         """See Client. Two requests."""
         path = self._path(name)
         with self._one:
-            about = self._files.info(path)
+            about = self._files.info(path, **self._limits)
             if about["type"] != "file":
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
             size = int(about["size"])
             if size <= first_bytes:
                 # Whole, whatever it has become meanwhile.
-                data = bytes(self._files.cat_file(path)) if size else b""
+                data = bytes(self._files.cat_file(path, **self._limits)) if size else b""
                 return Opened(len(data), data, str(about.get("ETag") or ""))
-            first = bytes(self._files.cat_file(path, start=0, end=first_bytes))
+            first = bytes(self._files.cat_file(path, start=0, end=first_bytes, **self._limits))
         check_full(len(first), first_bytes)
         return Opened(size, first)
 
     def read_into(self, name: str, opened: Opened, offset: int, buffer: memoryview) -> None:
         """See Client."""
         with self._one:
-            data = self._files.cat_file(self._path(name), start=offset, end=offset + len(buffer))
+            data = self._files.cat_file(self._path(name), start=offset, end=offset + len(buffer), **self._limits)
         check_full(len(data), len(buffer))
         buffer[:] = data
 
@@ -165,7 +164,7 @@ class FsspecClient(Client):
         below = f"{self._path(folder)}/" if folder else f"{self._root}/"
         try:
             with self._one:
-                found: dict[str, dict[str, Any]] = self._files.find(below.rstrip("/") or "/", detail=True)
+                found: dict[str, dict[str, Any]] = self._files.find(below.rstrip("/") or "/", detail=True, **self._long)
         except FileNotFoundError as err:
             self._check_bucket(err)
             return []
@@ -177,7 +176,7 @@ class FsspecClient(Client):
         below = f"{self._path(folder)}/" if folder else f"{self._root}/"
         try:
             with self._one:
-                found: dict[str, dict[str, Any]] = self._files.find(below.rstrip("/") or "/", detail=True)
+                found: dict[str, dict[str, Any]] = self._files.find(below.rstrip("/") or "/", detail=True, **self._long)
         except FileNotFoundError as err:
             self._check_bucket(err)
             return {}
@@ -189,7 +188,7 @@ class FsspecClient(Client):
         """See Client."""
         try:
             with self._one:
-                found = self._files.ls(self._root or "/", detail=True)
+                found = self._files.ls(self._root or "/", detail=True, **self._long)
         except FileNotFoundError as err:
             self._check_bucket(err)
             return []
@@ -200,7 +199,7 @@ class FsspecClient(Client):
         """See Client. One after another."""
         for name in names:
             with contextlib.suppress(FileNotFoundError), self._one:
-                self._files.rm_file(self._path(name))
+                self._files.rm_file(self._path(name), **self._limits)
 
     def explain(self, error: Exception) -> Trouble:
         """See Client."""
@@ -226,7 +225,7 @@ class FsspecClient(Client):
 
     def _create(self, path: str, data: bytes) -> None:
         try:
-            self._files.pipe_file(path, data, mode="create")
+            self._files.pipe_file(path, data, mode="create", **self._limits)
         except Exception as err:  # whatever the library makes of it, a condition that did not hold has one meaning
             if _answer(err)[1] == 412:
                 raise FileExistsError(errno.EEXIST, "the name is taken") from err
@@ -234,7 +233,7 @@ class FsspecClient(Client):
 
     def _send(self, path: str, parts: Iterator[memoryview], part_bytes: int) -> None:
         """One object of a bucket, which appears by ``commit``, not by ``close``."""
-        file = self._files.open(path, "wb", block_size=part_bytes, autocommit=False)
+        file = self._patient.open(path, "wb", block_size=part_bytes, autocommit=False)
         try:
             for part in parts:
                 file.write(part)
@@ -257,6 +256,21 @@ class FsspecClient(Client):
     def _check_bucket(self, error: FileNotFoundError) -> None:
         if _answer(error)[0] in ("NoSuchBucket", "ContainerNotFound"):
             raise error
+
+
+def _files_of(url: RemoteUrl, options: Mapping[str, Any], patience: Patience, tries: int) -> tuple[Any, str]:
+    """The file system, and the root in it.
+
+    One that tries again by itself takes its own object for somebody else's; where that can be turned off, ``tries`` counts.
+    """
+    manner: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if OBJECT_STORES.get(url.scheme) == "s3":
+        times = {"read_timeout": patience.request_s, "connect_timeout": 10}
+        manner["config_kwargs"] = {"retries": {"total_max_attempts": tries}, **times}
+    files, root = import_module("fsspec").core.url_to_fs(url.given, **{**manner, **options})
+    if hasattr(files, "retries"):
+        files.retries = 1
+    return files, root
 
 
 def _time_of(about: Mapping[str, Any]) -> float | None:

@@ -67,6 +67,7 @@ class ObstoreClient(Client):
         self.errors = (errors.BaseError, OSError, ValueError, HTTPException)
         self._taken: type[Exception] = errors.AlreadyExistsError
         self._request_s = patience.request_s
+        self._renews = "credential_provider" in options
         self._signed: SignedReader | None = None
         make = getattr(stores, _STORES[OBJECT_STORES[url.scheme]])
         # As settings, not as ``client_options``: those would replace what the environment says of the connection.
@@ -209,7 +210,8 @@ class ObstoreClient(Client):
             )
         if _is_replaced(error):
             return Trouble(errno.ESTALE, "the object was replaced while it was read")
-        if (known := known_trouble(code, 301 if "Received redirect" in text else status)) is not None:
+        status = 301 if "Received redirect" in text else status
+        if (known := known_trouble(code, status, renews=self._renews)) is not None:
             return known
         if isinstance(error, FileNotFoundError):
             return Trouble(errno.ENOENT, "there is no such object")
