@@ -149,6 +149,12 @@ def test_a_zombie_moves_nothing_back_where_versions_have_numbers(gcs):
 
 
 @pytest.mark.slow
+def test_a_zombie_moves_nothing_back_in_a_container(azurite):
+    url = f"az://{azurite.make_bucket('latest')}/{secrets.token_hex(4)}"
+    check_that_a_zombie_moves_nothing_back(ZombiesFarAway(url, options=azurite.options()))
+
+
+@pytest.mark.slow
 def test_a_store_without_conditions_has_a_hint_all_the_same(rclone):
     """And says in every manifest that it has none."""
     root = RemoteStorage(f"s3://{rclone.make_bucket('latest')}/{secrets.token_hex(4)}", options=rclone.options())
