@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -51,3 +53,28 @@ def test_the_header_is_first_where_all_data_is_there():
     for call in (in_background, ks.save):
         assert saved(in_order=True, call=call)[0] == 0
         assert saved(in_order=False, call=call)[-1] == 0
+
+
+def test_files_that_are_sent_come_to_their_end_together():
+    """The ends of three files wait for one another here: none would come if they came in turn."""
+    together = threading.Barrier(3, timeout=20)
+
+    class Meeting(InOrder):
+        def create(self, name, size_hint_bytes):
+            upload = super().create(name, size_hint_bytes)
+            commit = upload.commit
+
+            def met(size_bytes):
+                together.wait()
+                commit(size_bytes)
+
+            upload.commit = met
+            return upload
+
+    storage = Meeting(in_order=True)
+    state = {"model": {"w": torch.arange(9)}, "ema": {"w": torch.arange(5)}, "n": 1}
+    ks.save(storage, state)
+    target = {"model": {"w": torch.zeros(9).long()}, "ema": {"w": torch.zeros(5).long()}, "n": 0}
+    ks.load(storage, target)
+    assert torch.equal(target["ema"]["w"], state["ema"]["w"])
+    assert target["n"] == 1

@@ -137,13 +137,19 @@ class ShardWriter:
         if self._failed is not None:
             raise self._failed
         files = {}
+        ends: list[tuple[Upload, int]] = []
         for head, upload, digests in zip(self._heads, self._uploads, self._digests, strict=True):
             sealed = seal_header(head.header, digests)
             size = len(sealed) + head.data_bytes
             if not (upload.in_order and self._sealed):
                 upload.write_at(0, memoryview(sealed))
-            upload.commit(size)
+            if upload.in_order:
+                ends.append((upload, size))
+            else:
+                upload.commit(size)
             files[head.folder] = FileRecord(self._origin.rank, size, head.data_bytes, f"{digest(sealed):016x}")
+        if ends:
+            _end_together(ends)
         return Receipt(self._origin.rank, self._origin.save_id, files)
 
     def close(self) -> None:
@@ -205,3 +211,27 @@ class ShardWriter:
                     self._arena.free.put(chunk.at)
                 self._chunks.task_done()
         self._chunks.task_done()
+
+
+def _end_together(ends: list[tuple[Upload, int]]) -> None:
+    """Commits uploads, each with its size. Each is a few requests that wait for each other; those of others need not wait.
+
+    Raises:
+        StorageError: the first that failed; all have ended by then.
+    """
+    failed: list[Exception] = []
+
+    def end(upload: Upload, size_bytes: int) -> None:
+        try:
+            upload.commit(size_bytes)
+        except Exception as err:  # noqa: BLE001  thread entry: raised below
+            failed.append(err)
+
+    threads = [threading.Thread(target=end, args=each, name="keepstep-commit", daemon=True) for each in ends[1:]]
+    for thread in threads:
+        thread.start()
+    end(*ends[0])
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
