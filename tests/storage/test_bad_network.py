@@ -10,7 +10,7 @@ import keepstep as ks
 from keepstep.storage.base import Subfolder, read_blob
 from keepstep.storage.remote import RemoteStorage
 from tests.helpers.buckets import PAGE, QUICK, SMALL_PARTS, a_run, advance, committed, same, training, weights
-from tests.helpers.proxy import BUSY, CUT, LOST, RESET, SHORT, at_random, proxy_before
+from tests.helpers.proxy import BUSY, CUT, DROP, LOST, RESET, SHORT, at_random, proxy_before
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,27 @@ def test_saves_behind_a_network_that_fails(moto_of_small_parts, library, count):
 
 def test_saves_of_two_ranks_behind_a_network_that_fails(moto_of_small_parts, rank_pool):
     campaign(moto_of_small_parts, "obstore", 6, rank_pool)
+
+
+def test_a_lost_answer_is_settled_also_when_looking_fails_at_first(moto_of_small_parts, data):
+    """The completion was obeyed, its second try hears that there is no such upload, and the look at the object is cut off."""
+    root = RemoteStorage(a_run(moto_of_small_parts), options=moto_of_small_parts.options())
+    with proxy_before(moto_of_small_parts.address) as proxy:
+        looks = []
+
+        def fault(asked):
+            if asked.method == "GET" and "a/settled" in asked.path:
+                looks.append(asked)
+                return (DROP, 503, None)[min(len(looks), 3) - 1]
+            return LOST if asked.method == "POST" and "uploadId" in asked.path else None
+
+        proxy.fault = fault
+        part = data[: 40 * PAGE]
+        with storage(root.url, moto_of_small_parts, proxy.endpoint, "obstore").create("a/settled", len(part)) as upload:
+            upload.write_at(0, memoryview(part))
+            upload.commit(len(part))
+        assert len(looks) == 3
+    assert read_blob(root, "a/settled", 1 << 20) == part
 
 
 def test_parts_of_fsspec_are_sent_again(moto, data):

@@ -322,13 +322,20 @@ class _Sender(Taker):
                     # It was not even begun, whatever was answered: nothing is lost yet.
                     raise ConnectionError(errno.EIO, self._client.explain(err).text) from err
                 # The answer to its end may have been lost, not the object: nobody else writes under this name.
-                if ended and (trouble.passing or trouble.errno == errno.ENOENT):
-                    with contextlib.suppress(*self._client.errors):
-                        if self._client.open(name, 1).size_bytes == sent:
-                            return
+                if ended and (trouble.passing or trouble.errno == errno.ENOENT) and self._is_whole(name, sent):
+                    return
                 raise StorageError("upload", name, OSError(trouble.errno, trouble.text)) from err
 
         self._again("upload", name, once)
+
+    def _is_whole(self, name: str, size_bytes: int) -> bool:
+        """Whether the object is there in its size. This answer may be lost as well, so it is asked for as patiently."""
+        found: list[int] = []
+        try:
+            self._again("upload", name, lambda: found.append(self._client.open(name, 1).size_bytes))
+        except StorageError:
+            return False
+        return found == [size_bytes]
 
 
 class _RemoteBlob(Blob):
