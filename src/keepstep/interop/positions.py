@@ -1,6 +1,7 @@
 """What of a training loader goes into a state: whoever knows which samples were consumed, and how it is told.
 
-In: a loader as a trainer was given it. Out: the component that keeps its position, and how many samples a batch has.
+In: a loader as a trainer was given it. Out: the component that keeps its position, and how many samples a batch has. And
+what becomes of a trainer's own numbers on another number of ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from keepstep.data import ResumableBatchSampler, ResumableLoader, ResumableSampler, StreamReader, stateful_loader
 from keepstep.errors import UsageError
+from keepstep.state import Coordinates
 
-__all__ = ["DataPlace", "data_place"]
+__all__ = ["DataPlace", "data_place", "own_or_first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,8 @@ def data_place(loader: Any) -> DataPlace:
         " StreamReader, or a DataLoader with batch_sampler=ResumableBatchSampler(...) (all in keepstep.data), or a"
         " StatefulDataLoader. data=None goes on without its position: a resumed run then sees other samples"
     )
+
+
+def own_or_first(saved: list[tuple[Coordinates, Any]], here: Coordinates) -> Any:
+    """The rule for another number of ranks: old ranks get theirs, new ones that of the first."""
+    return next((value for where, value in saved if where["rank"] == here["rank"]), saved[0][1])

@@ -13,8 +13,8 @@ from keepstep.checkpointer import Checkpointer, Pending
 from keepstep.commit.retention import Keep
 from keepstep.errors import UsageError
 from keepstep.interop.lightning.feed import Feed
-from keepstep.interop.lightning.parts import TrainerPart, own_or_first
-from keepstep.interop.positions import DataPlace, data_place
+from keepstep.interop.lightning.parts import TrainerPart
+from keepstep.interop.positions import DataPlace, data_place, own_or_first
 from keepstep.state import TrainState, per_rank
 from keepstep.storage.local import Place
 

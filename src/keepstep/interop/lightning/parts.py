@@ -15,18 +15,12 @@ import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from keepstep.state import Coordinates
 from keepstep.state.rng import RngStreams
 
-__all__ = ["TrainerPart", "own_or_first"]
+__all__ = ["TrainerPart"]
 
 _LEVELS = ("value", "cumulated_batch_size")
 """What Lightning adds up for a logged value during an epoch."""
-
-
-def own_or_first(saved: list[tuple[Coordinates, Any]], here: Coordinates) -> Any:
-    """The rule for another number of ranks: old ranks get theirs, new ones that of the first."""
-    return next((value for where, value in saved if where["rank"] == here["rank"]), saved[0][1])
 
 
 class TrainerPart:
