@@ -95,7 +95,7 @@ def test_saves_of_two_ranks_behind_a_network_that_fails(moto_of_small_parts, ran
 
 
 def test_a_lost_answer_is_settled_also_when_looking_fails_at_first(moto_of_small_parts, data):
-    """The completion was obeyed, its second try hears that there is no such upload, and the look at the object is cut off."""
+    """The completion was obeyed, its second try hears of no such upload, and the look at the object is cut off."""
     root = RemoteStorage(a_run(moto_of_small_parts), options=moto_of_small_parts.options())
     with proxy_before(moto_of_small_parts.address) as proxy:
         looks = []
