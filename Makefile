@@ -1,9 +1,11 @@
 # Every target does its own set-up, in .venv, from pyproject.toml and constraints.txt. The first run on a machine
 # takes the time of the download; later ones cost nothing. PYTHON picks the interpreter (3.11 or newer); PIP_ARGS
 # goes to pip as it is, for example to name an index that holds CPU builds of torch.
+# Slow tests run WORKERS at a time: most of them wait for processes that start, or for deadlines.
 
 PYTHON   ?= python3
 PIP_ARGS ?=
+WORKERS  ?= 2
 BIN      := .venv/bin
 READY    := .venv/.ready
 
@@ -37,7 +39,8 @@ check: $(READY)
 	scripts/check
 
 test: check
-	$(BIN)/python -m pytest -m "(slow or ranks or gpu) and not soak" --durations=60
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(slow or ranks or gpu) and not (soak or alone)" --durations=60
+	$(BIN)/python -m pytest -m "alone and not soak"
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)

@@ -97,6 +97,7 @@ def resident_bytes(pid):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_an_agent_accepts_its_first_job_in_under_half_a_second(tmp_path):
     took = []
     # The best of several: other processes have the machine's cores too.
@@ -107,6 +108,8 @@ def test_an_agent_accepts_its_first_job_in_under_half_a_second(tmp_path):
             client.lend(MIB, 0, None)
             client.begin(Begin("a", 1, 0, 1, "", 60.0))
             took.append(time.perf_counter() - began)
+            # (It is asked over another connection, which the job need not be ahead of.)
+            wait_until(lambda root=root: agent_of(root).jobs, what="a job of the agent's")
             assert agent_of(root).jobs[0].state == "staging"
     print(f"seconds: {took}")
     assert min(took) < 0.5, took

@@ -42,6 +42,7 @@ def seconds(structure: Structure, shards: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.case(106)
 @pytest.mark.timeout(300)
 def test_a_million_shards_are_proved_to_cover_their_tensors_in_seconds():
@@ -76,6 +77,7 @@ def large_model(ranks: int, columns: int) -> Structure:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("columns", [1, 8])
 def test_a_large_model_on_1856_ranks(columns):
     """Planned in seconds; the manifest is small and read at once; a rank finds its own part without looking at others."""

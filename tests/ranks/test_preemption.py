@@ -312,6 +312,7 @@ def little_time(rank, folder, grace_s):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_save_that_does_not_fit_is_not_begun(rank_pool, tmp_path):
     for stop, took_s in rank_pool(2)(little_time, str(tmp_path / "little"), 0.7):
         assert stop.step >= 4
