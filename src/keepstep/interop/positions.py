@@ -45,7 +45,9 @@ def data_place(loader: Any) -> DataPlace:
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ResumableBatchSampler):
         return DataPlace(sampler, sampler)
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    # Loaders of Accelerate always have these methods, and say so when there is nothing behind them.
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    if stateful and getattr(loader, "use_stateful_dataloader", True):
         return DataPlace(stateful_loader(loader))
     if isinstance(getattr(loader, "sampler", None), ResumableSampler):
         raise UsageError(
