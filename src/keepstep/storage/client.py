@@ -32,7 +32,7 @@ class Client(ABC):
     Methods raise what the library raises, which is one of ``errors``; ``explain`` says what it means. Names are relative
     to the place, and checked already. ``exclusive`` says whether ``write`` with ``new`` never replaces anything; None where
     that has to be tried out. ``resends`` is for libraries that send a request once more without saying so, ``private``
-    for places that no other process sees.
+    for places that no other process sees, ``one_by_one`` for libraries that remove many objects by as many requests.
     """
 
     library: str
@@ -40,6 +40,7 @@ class Client(ABC):
     exclusive: bool | None = None
     resends: bool = False
     private: bool = False
+    one_by_one: bool = False
 
     @abstractmethod
     def check_process(self) -> None:

@@ -53,6 +53,7 @@ class FsspecClient(Client):
     errors = (Exception,)
     # aiohttp does, on a connection that was used before.
     resends = True
+    one_by_one = True
     _memory: ClassVar[contextlib.AbstractContextManager[object]] = threading.RLock()
 
     def __init__(self, url: RemoteUrl, options: Mapping[str, Any], patience: Patience) -> None:

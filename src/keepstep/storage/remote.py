@@ -202,11 +202,11 @@ class RemoteStorage(Storage):
         return self._patiently("list", prefix or ".", lambda: self._client.written_at(folder))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Many in one request, where the store has that."""
+        """Many in one request, where the library has that; else a name that fails is tried again by itself."""
         for name in names:
             check_name(name)
-        if names:
-            self._patiently("delete", names[0], lambda: self._client.remove(names))
+        for some in [[name] for name in names] if self._client.one_by_one else [names] * bool(names):
+            self._patiently("delete", some[0], functools.partial(self._client.remove, some))
 
     def read_into(self, name: str, opened: Opened, offset: int, buffer: memoryview) -> None:
         """Fills the buffer from an object as it was opened."""
