@@ -147,7 +147,6 @@ def load_on_two(rank, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.case(107)
 def test_any_layout_reads_each_block_once(rank_pool, tmp_path):
     folder = str(tmp_path / "ck")
     four = rank_pool(WORLD)(load_laid_out, folder)
