@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.check.compare import compare
-from keepstep.check.trace import DRILL_VARIABLE, DrillOrders, encode_orders, read_trace
+from keepstep.check.trace import DRILL_VARIABLE, DrillOrders, Run, encode_orders, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
+NEVER = 10**9
 
 
 class Warm:
@@ -75,16 +76,38 @@ def warm(*modules: str) -> Iterator[Warm]:
         process.close()
 
 
-def assert_traces_agree(folder: Path, reference: str, other: str, *, last: int, ignore: tuple[str, ...] = ()) -> None:
-    """Every step of the newest runs in ``other`` has the bits, samples and losses of the reference; it comes to its end."""
-    wanted, found = read_trace(folder / reference / "trace"), read_trace(folder / other / "trace")
-    assert wanted.ranks.keys() == found.ranks.keys() != set()
+def campaign(
+    process: Warm, script: Path, *argv: object, folder: Path, moves: list[dict[str, int]], ranks: int = 1
+) -> list[Run]:
+    """A run without interruption, and one with each of ``moves`` in turn that is then left alone. Both have the same bits.
+
+    A move is a ``stop_at``, a ``kill_at``, or a ``die_in``: a further argument with which the script kills itself. Returns
+    the starts of the run with moves, of the first rank.
+    """
+    process.run(script, *argv, folder=folder, name="whole", ranks=ranks)
+    for move in [*moves, {}]:
+        last = [move["die_in"]] if "die_in" in move else []
+        orders = {"kill_at": NEVER} if last else move
+        process.run(script, *argv, *last, folder=folder, name="parts", ranks=ranks, **orders)
+    wanted, found = (read_trace(folder / name / "trace") for name in ("whole", "parts"))
+    assert list(wanted.ranks) == list(found.ranks) == list(range(ranks))
     for trace in (wanted, found):
-        for runs in trace.ranks.values():
-            assert runs[-1].steps[-1].step == last
-            assert all(step.loss is not None for run in runs for step in run.steps if not step.micro)
-    comparison = compare(wanted, found, exact=True, tolerance=0, ignore=ignore)
+        assert all(runs[-1].steps[-1].step == wanted.ranks[0][0].steps[-1].step for runs in trace.ranks.values())
+        assert all(
+            step.loss is not None
+            for runs in trace.ranks.values()
+            for run in runs
+            for step in run.steps
+            if not step.micro
+        )
+    comparison = compare(wanted, found, exact=True, tolerance=0)
     assert comparison.equal, comparison.first
+    starts = list(found.ranks[0])
+    for start, move in zip(starts[1:], moves, strict=True):
+        at = move.get("stop_at")
+        assert start.began.step == at if at else start.began.step < move.get("kill_at", NEVER)
+        assert start.began.restored or start.began.step == 0
+    return starts
 
 
 # --- the process that forks -----------------------------------------------------------------------------------------

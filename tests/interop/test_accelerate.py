@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.check.trace import read_trace
 from tests.architecture.source import ROOT
-from tests.helpers.scripts import assert_traces_agree, warm
+from tests.helpers.scripts import campaign, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples/train_accelerate.py"
@@ -21,36 +20,38 @@ def accelerate():
         yield process
 
 
-def test_the_example_goes_on_after_kills_and_stops(accelerate, tmp_path):
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [{"kill_at": 6}, {"stop_at": 9}],
+        pytest.param(
+            [{"kill_at": 6}, {"stop_at": 8}, {"stop_at": 9}, {"stop_at": 10}, {"kill_at": 22}], marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_the_example_goes_on_after_kills_and_stops(accelerate, tmp_path, moves):
     """160 samples, 6 a batch, three batches a step: 9 steps an epoch, the last batch short."""
-    accelerate.run(EXAMPLE, folder=tmp_path, name="whole")
-    accelerate.run(EXAMPLE, folder=tmp_path, name="parts", kill_at=6)
-    for stop in (8, 9, 10):
-        accelerate.run(EXAMPLE, folder=tmp_path, name="parts", stop_at=stop)
-    accelerate.run(EXAMPLE, folder=tmp_path, name="parts", kill_at=22)
-    accelerate.run(EXAMPLE, folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=27)
-    began = [run.began.step for run in read_trace(tmp_path / "parts/trace").ranks[0]]
-    assert began[0] == 0
-    assert began[2:5] == [8, 9, 10]
+    campaign(accelerate, EXAMPLE, folder=tmp_path, moves=moves)
 
 
+@pytest.mark.soak
 def test_two_ranks_of_it_too(accelerate, tmp_path):
-    accelerate.run(EXAMPLE, folder=tmp_path, name="whole", ranks=2)
-    accelerate.run(EXAMPLE, folder=tmp_path, name="parts", ranks=2, stop_at=5)
-    accelerate.run(EXAMPLE, folder=tmp_path, name="parts", ranks=2, kill_at=20)
-    accelerate.run(EXAMPLE, folder=tmp_path, name="parts", ranks=2)
-    assert_traces_agree(tmp_path, "whole", "parts", last=27)
+    campaign(accelerate, EXAMPLE, folder=tmp_path, moves=[{"stop_at": 5}, {"kill_at": 20}], ranks=2)
 
 
-@pytest.mark.parametrize("loader", ["ahead", "stateful"])
-def test_prepared_loaders_of_others(accelerate, tmp_path, loader):
-    """Two optimizers, registered objects, every batch saved; killed inside of updates and of the second epoch."""
-    accelerate.run(CHECKS, loader, folder=tmp_path, name="whole")
-    for batch in (4, 10, 17):
-        accelerate.run(CHECKS, loader, batch, folder=tmp_path, name="parts", kill_at=10**9)
-    accelerate.run(CHECKS, loader, folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=10)
+@pytest.mark.parametrize(
+    ("loader", "batches"),
+    [
+        ("ahead", (4, 17)),
+        pytest.param("ahead", (4, 10, 17), marks=pytest.mark.soak),
+        pytest.param("stateful", (4, 10, 17), marks=pytest.mark.soak),
+    ],
+)
+def test_prepared_loaders_of_others(accelerate, tmp_path, loader, batches):
+    """Two optimizers, registered objects, every batch saved; killed inside of updates, and at the end of an epoch."""
+    moves = [{"die_in": batch} for batch in batches]
+    starts = campaign(accelerate, CHECKS, loader, folder=tmp_path, moves=moves)
+    assert [start.began.step for start in starts] == [0, *(batch // 2 for batch in batches)]
 
 
 def test_refusals(accelerate, tmp_path):

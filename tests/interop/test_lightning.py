@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.check.trace import read_trace
 from tests.architecture.source import ROOT
-from tests.helpers.scripts import assert_traces_agree, warm
+from tests.helpers.scripts import campaign, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples/train_lightning.py"
@@ -22,62 +21,51 @@ def lightning():
         yield process
 
 
-def starts(folder):
-    """Where each start of the first rank began."""
-    return [(run.began.step, run.began.restored) for run in read_trace(folder / "trace").ranks[0]]
-
-
-def test_the_example_goes_on_after_kills_and_stops(lightning, tmp_path):
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [{"kill_at": 13}, {"stop_at": 20}],
+        pytest.param(
+            [{"kill_at": 8}, {"stop_at": 10}, {"stop_at": 17}, {"stop_at": 20}, {"kill_at": 33}], marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_the_example_goes_on_after_kills_and_stops(lightning, tmp_path, moves):
     """300 samples, 16 a batch, two batches a step: 10 steps an epoch, the last of one batch; validation each epoch."""
-    lightning.run(EXAMPLE, folder=tmp_path, name="whole")
-    lightning.run(EXAMPLE, folder=tmp_path, name="parts", kill_at=8)
-    for stop in (10, 17, 20):
-        lightning.run(EXAMPLE, folder=tmp_path, name="parts", stop_at=stop)
-    lightning.run(EXAMPLE, folder=tmp_path, name="parts", kill_at=33)
-    lightning.run(EXAMPLE, folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=40)
-    began = starts(tmp_path / "parts")
-    assert began[:1] + began[2:5] == [(0, False), (10, True), (17, True), (20, True)]
-    assert began[1][0] in (0, 5)
-    assert began[5][0] in (25, 30)
-
-
-def test_two_ranks_of_it_too(lightning, tmp_path):
-    argv = ["--devices", 2, "--accumulate", 1]
-    lightning.run(EXAMPLE, *argv, folder=tmp_path, name="whole", ranks=2)
-    lightning.run(EXAMPLE, *argv, folder=tmp_path, name="parts", ranks=2, stop_at=13)
-    lightning.run(EXAMPLE, *argv, folder=tmp_path, name="parts", ranks=2, kill_at=28)
-    lightning.run(EXAMPLE, *argv, folder=tmp_path, name="parts", ranks=2)
-    assert_traces_agree(tmp_path, "whole", "parts", last=40)
-    assert [len(runs) for runs in read_trace(tmp_path / "parts/trace").ranks.values()] == [3, 3]
+    campaign(lightning, EXAMPLE, folder=tmp_path, moves=moves)
 
 
 @pytest.mark.parametrize(
-    ("kind", "stops", "last"),
+    "moves", [[{"kill_at": 28}], pytest.param([{"stop_at": 13}, {"kill_at": 28}], marks=pytest.mark.soak)]
+)
+def test_two_ranks_of_it_too(lightning, tmp_path, moves):
+    campaign(lightning, EXAMPLE, "--devices", 2, "--accumulate", 1, folder=tmp_path, moves=moves, ranks=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "stops"),
     [
         # 15 batches an epoch, validation after 5 each; stops on one, behind one, at the end of an epoch, inside the next.
-        ("validation inside", (10, 11, 15, 22), 37),
-        ("part of the epoch", (5, 7, 14, 30), 35),
-        ("by hand", (4, 20, 33), 45),
+        ("validation inside", (10, 11, 15, 22)),
+        ("part of the epoch", (5, 7, 14, 30)),
+        ("by hand", (4, 20, 33)),
     ],
 )
-def test_kinds_of_training(lightning, tmp_path, kind, stops, last):
-    lightning.run(KINDS, kind, folder=tmp_path, name="whole")
-    for stop in stops:
-        lightning.run(KINDS, kind, folder=tmp_path, name="parts", stop_at=stop)
-    lightning.run(KINDS, kind, folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=last)
+def test_kinds_of_training(lightning, tmp_path, kind, stops):
+    campaign(lightning, KINDS, kind, folder=tmp_path, moves=[{"stop_at": stop} for stop in stops])
+
+
+def test_validation_schedulers_and_hooks_inside_of_an_epoch(lightning, tmp_path):
+    """The short form of the above; with its place in the data by a sampler under a loader of torch."""
+    campaign(lightning, KINDS, "validation inside", folder=tmp_path, moves=[{"stop_at": 11}, {"stop_at": 15}])
 
 
 def test_an_update_that_was_begun_is_finished(lightning, tmp_path):
-    """15 batches of 4 an update; killed in the second and the fourth of one, and at the first batch of an epoch."""
-    kind = "inside an update"
-    lightning.run(KINDS, kind, folder=tmp_path, name="whole")
-    for batch in (5, 11, 15, 28):
-        lightning.run(KINDS, kind, batch, folder=tmp_path, name="parts", kill_at=10**9)
-    lightning.run(KINDS, kind, folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=12)
-    assert starts(tmp_path / "parts") == [(0, False), (1, True), (2, True), (4, True), (7, True)]
+    """15 batches of 4 an update, each of which is saved; killed in the second of one, and late in an epoch."""
+    moves = [{"die_in": 5}, {"die_in": 28}]
+    starts = campaign(lightning, KINDS, "inside an update", folder=tmp_path, moves=moves)
+    assert [start.began.step for start in starts] == [0, 1, 7]
 
 
 @pytest.mark.parametrize("name", ["own checkpoints", "refusals", "fabric"])

@@ -10,7 +10,7 @@ import pytest
 from keepstep.check.compare import compare
 from keepstep.check.trace import read_trace
 from tests.architecture.source import ROOT
-from tests.helpers.scripts import assert_traces_agree, warm
+from tests.helpers.scripts import campaign, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples/train_trainer.py"
@@ -29,39 +29,33 @@ def transformers():
         yield process
 
 
-def test_the_example_goes_on_after_kills_and_stops(transformers, tmp_path):
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [{"kill_at": 9}, {"stop_at": 13}],
+        pytest.param(
+            [{"kill_at": 8}, {"stop_at": 12}, {"stop_at": 13}, {"stop_at": 14}, {"kill_at": 31}], marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_the_example_goes_on_after_kills_and_stops(transformers, tmp_path, moves):
     """150 samples, 4 a batch, three batches a step: 13 steps an epoch, the last of two batches, the last of them short."""
-    transformers.run(EXAMPLE, folder=tmp_path, name="whole")
-    transformers.run(EXAMPLE, folder=tmp_path, name="parts", kill_at=8)
-    for stop in (12, 13, 14):
-        transformers.run(EXAMPLE, folder=tmp_path, name="parts", stop_at=stop)
-    transformers.run(EXAMPLE, folder=tmp_path, name="parts", kill_at=31)
-    transformers.run(EXAMPLE, folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=39)
-    began = [run.began.step for run in read_trace(tmp_path / "parts/trace").ranks[0]]
-    assert began[0] == 0
-    assert began[2:5] == [12, 13, 14]
-    assert began[1] in (0, 5)
-    assert began[5] in (25, 30)
+    campaign(transformers, EXAMPLE, folder=tmp_path, moves=moves)
 
 
-def test_evaluations_logs_and_workers_too(transformers, tmp_path):
-    transformers.run(KINDS, "evaluated", folder=tmp_path, name="whole")
-    for stop in (4, 6, 11):
-        transformers.run(KINDS, "evaluated", folder=tmp_path, name="parts", stop_at=stop)
-    transformers.run(KINDS, "evaluated", folder=tmp_path, name="parts", kill_at=16)
-    transformers.run(KINDS, "evaluated", folder=tmp_path, name="parts")
-    assert_traces_agree(tmp_path, "whole", "parts", last=21)
+@pytest.mark.parametrize(
+    "stops", [(6, 11), pytest.param((4, 6, 8, 11, 16), marks=pytest.mark.soak)], ids=["short", "long"]
+)
+def test_evaluations_logs_and_workers_too(transformers, tmp_path, stops):
+    campaign(transformers, KINDS, "evaluated", folder=tmp_path, moves=[{"stop_at": stop} for stop in stops])
 
 
+@pytest.mark.soak
 def test_two_ranks_and_on_with_one(transformers, tmp_path):
-    transformers.run(KINDS, "spread", 3, folder=tmp_path, name="whole", ranks=2)
-    transformers.run(KINDS, "spread", 3, folder=tmp_path, name="parts", ranks=2, stop_at=5)
-    transformers.run(KINDS, "spread", 3, folder=tmp_path, name="parts", ranks=2, stop_at=8)
-    half = tmp_path / "parts"
-    shutil.copytree(half / "root", tmp_path / "alone/root")
-    transformers.run(KINDS, "spread", 3, folder=tmp_path, name="parts", ranks=2)
-    assert_traces_agree(tmp_path, "whole", "parts", last=12)
+    campaign(transformers, KINDS, "spread", 3, folder=tmp_path, moves=[{"stop_at": 5}, {"stop_at": 8}], ranks=2)
+    shutil.copytree(tmp_path / "parts/root", tmp_path / "alone/root")
+    for late in (9, 10, 11, 12):
+        shutil.rmtree(tmp_path / f"alone/root/step-{late:08d}", ignore_errors=True)
     transformers.run(KINDS, "spread", 6, folder=tmp_path, name="alone")
     wanted, found = (read_trace(tmp_path / name / "trace") for name in ("whole", "alone"))
     comparison = compare(wanted, found, exact=False, tolerance=1e-5)
