@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -108,6 +109,17 @@ def campaign(
         assert start.began.step == at if at else start.began.step < move.get("kill_at", NEVER)
         assert start.began.restored or start.began.step == 0
     return starts
+
+
+def page_runs(process: Warm, page: str, folder: Path, *, only: str) -> None:
+    """The blocks of code of a page that name ``only`` run, and run again when everything is there."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if only in block]
+    script = folder / "block.py"
+    script.write_text(block)
+    for _ in range(2):
+        process.run(script, folder=folder, name="page", drill=False)
+    assert list((folder / "page/runs").rglob(".metadata"))
 
 
 # --- the process that forks -----------------------------------------------------------------------------------------

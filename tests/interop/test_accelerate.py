@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT
-from tests.helpers.scripts import campaign, warm
+from tests.helpers.scripts import campaign, page_runs, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples/train_accelerate.py"
@@ -56,3 +56,7 @@ def test_prepared_loaders_of_others(accelerate, tmp_path, loader, batches):
 
 def test_refusals(accelerate, tmp_path):
     accelerate.run(CHECKS, "refusals", folder=tmp_path, name="check", drill=False)
+
+
+def test_the_page_runs(accelerate, tmp_path):
+    page_runs(accelerate, "docs/coming-from-accelerate.md", tmp_path, only="PreparedLoader")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT
-from tests.helpers.scripts import campaign, warm
+from tests.helpers.scripts import campaign, page_runs, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples/train_lightning.py"
@@ -71,3 +71,7 @@ def test_an_update_that_was_begun_is_finished(lightning, tmp_path):
 @pytest.mark.parametrize("name", ["own checkpoints", "refusals", "fabric"])
 def test_checks(lightning, tmp_path, name):
     lightning.run(CHECKS, name, folder=tmp_path, name="check", drill=False)
+
+
+def test_the_page_runs(lightning, tmp_path):
+    page_runs(lightning, "docs/coming-from-lightning.md", tmp_path, only="StepCallback")

@@ -10,7 +10,7 @@ import pytest
 from keepstep.check.compare import compare
 from keepstep.check.trace import read_trace
 from tests.architecture.source import ROOT
-from tests.helpers.scripts import campaign, warm
+from tests.helpers.scripts import campaign, page_runs, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples/train_trainer.py"
@@ -65,3 +65,7 @@ def test_two_ranks_and_on_with_one(transformers, tmp_path):
 
 def test_refusals(transformers, tmp_path):
     transformers.run(KINDS, "refusals", folder=tmp_path, name="check", drill=False)
+
+
+def test_the_page_runs(transformers, tmp_path):
+    page_runs(transformers, "docs/coming-from-trainer.md", tmp_path, only="attach(")
