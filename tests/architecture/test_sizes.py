@@ -14,6 +14,7 @@ PARAMETERS = 6
 EXCEPTIONS: dict[str, str] = {
     "src/keepstep/checkpointer/loop.py::Checkpointer.__init__": "the public constructor: each option is one decision",
     "src/keepstep/checkpointer/alone.py::async_save": "the public call: each of its options answers a question of its own",
+    "src/keepstep/cli/converting.py::convert_step": "a command: each of its options answers a question of its own",
     "src/keepstep/cli/copying.py::copy_steps": "a command: each of its options answers a question of its own",
     "src/keepstep/cli/drilling.py::drill_script": "a command: each of its options answers a question of its own",
     "src/keepstep/cli/pruning.py::prune_steps": "a command: each of its options is a rule of its own",

@@ -471,13 +471,13 @@ def test_a_module_with_the_name_of_a_container_or_the_reverse_is_a_mismatch(tmp_
     ks.save(tmp_path / "module", {"x": nn.Linear(2, 2)})
     ks.save(tmp_path / "values", {"x": {"weight": 1}})
     ks.save(tmp_path / "tensor", {"x": torch.zeros(2)})
-    for path, target in (
-        ("values", nn.Linear(2, 2)),
-        ("tensor", nn.Linear(2, 2)),
-        ("module", torch.zeros(2)),
-        ("module", 3),
+    for path, target, where in (
+        ("values", nn.Linear(2, 2), "x/weight"),
+        ("tensor", nn.Linear(2, 2), "x"),
+        ("module", torch.zeros(2), "x"),
+        ("module", 3, "x"),
     ):
-        with pytest.raises(ks.errors.MismatchError, match="x: "):
+        with pytest.raises(ks.errors.MismatchError, match=f"{where}: "):
             ks.load(tmp_path / path, {"x": target})
 
 

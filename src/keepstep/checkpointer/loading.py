@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from keepstep.checkpointer.differences import changed_since, mismatch_of, put_together
+from keepstep.checkpointer.foreign import FOREIGN, show_to_all
 from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename, renamed_tree
 from keepstep.checkpointer.saving import no_collection
@@ -160,12 +161,14 @@ def load(
                 raise MismatchError("ranks load from different places:", [f"rank 0: {posted[0].decode()}", *others])
             raw = found_manifest(storage)
         raw = phase.broadcast(raw)
+    if raw[:1] == FOREIGN:
+        storage, raw = show_to_all(ranks, storage, raw, deadline_s)
     manifest = parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}")
     return load_step(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
 
 
 def found_manifest(storage: Storage) -> bytes:
-    """The manifest of a step whose files are all there, as it is stored.
+    """The manifest of a step whose files are all there, as it is stored; what stands in its place is another program's.
 
     Raises:
         StepNotFoundError: nothing is committed there; says what is.
@@ -185,6 +188,8 @@ def found_manifest(storage: Storage) -> bytes:
             there = sum(1 for _ in storage.list(""))
             found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
             raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err
+        if raw[:1] == FOREIGN:
+            return raw
         try:
             check_files(storage, parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}"))
         except CorruptError:
@@ -200,7 +205,7 @@ def load_step(
 ) -> LoadReport:
     """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
     timeline = Timeline()
-    together = ranks.world > 1 and (storage.far if options.share_reads is None else options.share_reads)
+    together = ranks.world > 1 and storage.sealed and (storage.far if options.share_reads is None else options.share_reads)
     storage = with_values(ranks, storage, manifest, deadline_s) if together else storage
     with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
         tree, own = read_trees(storage, manifest, ranks.rank)

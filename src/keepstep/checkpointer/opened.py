@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
+from keepstep.checkpointer.foreign import FOREIGN, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import ClosedError, StepNotFoundError
 from keepstep.format.box import whole
@@ -41,7 +42,10 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Place) -> None:
         self._storage = storage_of(path)
-        self.manifest: Manifest = parse_manifest(found_manifest(self._storage), f"{self._storage.url}/{MANIFEST_NAME}")
+        raw = found_manifest(self._storage)
+        if raw[:1] == FOREIGN:
+            self._storage, raw = show_foreign(self._storage, raw)
+        self.manifest: Manifest = parse_manifest(raw, f"{self._storage.url}/{MANIFEST_NAME}")
         self._structure = self.manifest.structure
         self._specs = {spec.key: spec for spec in self.manifest.tensors}
         self._closed = False

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import keepstep
 from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_agents
 from keepstep.cli.collecting import collect_garbage
+from keepstep.cli.converting import convert_step
 from keepstep.cli.copying import copy_steps
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.listing import print_listing, read_listing
@@ -152,6 +153,7 @@ def show_stats(
         print_stats(stats, _console())
 
 
+app.command("convert")(convert_step)
 app.command("cp")(copy_steps)
 app.command("drill")(drill_script)
 app.command("prune")(prune_steps)

@@ -42,7 +42,8 @@ LOOK_S = 0.05
 class ShardFile(msgspec.Struct, frozen=True):
     """An open shard file and its proved header. ``by_piece`` finds an entry by key and offsets.
 
-    ``request_bytes`` is how much is best read at once; 0 where any size is as good, as on a disk.
+    ``request_bytes`` is how much is best read at once; 0 where any size is as good, as on a disk. ``sealed`` is whether its
+    blocks have digests; see Storage.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ShardFile(msgspec.Struct, frozen=True):
     header: ShardHeader
     by_piece: dict[tuple[str, tuple[int, ...]], Entry]
     request_bytes: int = 0
+    sealed: bool = True
 
 
 class _Task(msgspec.Struct, frozen=True, gc=False):
@@ -106,7 +108,7 @@ def open_shard(
         blob.close()
         raise
     by_piece = {(entry.key, entry.box.offsets): entry for entry in header.entries}
-    return ShardFile(name, blob, header, by_piece, storage.request_bytes)
+    return ShardFile(name, blob, header, by_piece, storage.request_bytes, storage.sealed)
 
 
 def read_pieces(
@@ -221,7 +223,8 @@ def _tasks(file: ShardFile, reads: list[Read], targets: list[torch.Tensor]) -> I
     Over a wire a request for the few bytes beside a run takes as long as some for the run: there all is grouped, and what
     lies in a small gap is read as well.
     """
-    end, block, far = file.header.data_bytes, file.header.block_bytes, file.request_bytes
+    end, far = file.header.data_bytes, file.request_bytes
+    block = file.header.block_bytes if file.sealed else 1
     most = far or 2 * CHUNK_BYTES
     shared: list[Read] = []
     for read in reads:
@@ -327,6 +330,8 @@ def _read_proved(task: _Task, view: memoryview) -> None:
     for start in range(0, len(view), piece):
         part = view[start : start + piece]
         task.file.blob.read_into(header.data_offset + task.start + start, part)
+        if not task.file.sealed:
+            continue
         first = (task.start + start) // block
         expected = header.digests[first : first + -(-len(part) // block)].tolist()
         for index, at in enumerate(range(0, len(part), block)):

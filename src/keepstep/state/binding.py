@@ -146,6 +146,9 @@ class TreeBinder(ABC):
             return self._bind_list(target, node, path)
         elif type(target) in (tuple, deque) and type(node) is type(target):
             return self._bind_items(target, node, path)
+        if isinstance(node, dict) and hasattr(target, "load_state_dict"):
+            # The state of an object, as a dictionary and no more: another program keeps it so.
+            return self._bind_object(target, ObjectNode("values", type(target).__name__, node), path)
         self._lose(target, path)
         self._report.restored += 1
         return self._plain(node, path, target)

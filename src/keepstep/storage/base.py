@@ -96,14 +96,16 @@ class Storage(ABC):
     ``url`` is what a person would call this place, for messages and for comparison between ranks. ``late_s`` is how long a
     blob that another machine has committed may stay out of sight here. ``exclusive`` says whether a name goes to one writer
     only, of all that there are: False for a store that overlooks the condition of a create. ``swaps`` says the same of
-    ``put_over``. ``far`` says that every byte read comes over a wire, so that ranks do well to read it once among them.
-    Where asking costs more than a few bytes do, ``request_bytes`` is how much one read should be of, and
-    ``requests_at_once`` how many of them should be on their way; 0 where it makes no difference.
+    ``put_over``. ``sealed`` says whether the files of a step in it have the digests of their blocks; False for what other
+    programs have saved, which is shown as a step. ``far`` says that every byte read comes over a wire, so that ranks do
+    well to read it once among them. Where asking costs more than a few bytes do, ``request_bytes`` is how much one read
+    should be of, and ``requests_at_once`` how many of them should be on their way; 0 where it makes no difference.
     """
 
     url: str
     late_s: float = 0.0
     far: bool = False
+    sealed: bool = True
     exclusive: bool = True
     swaps: bool = False
     request_bytes: int = 0

@@ -1,0 +1,51 @@
+"""What another program has put where a manifest should be, and how it is shown as a step.
+
+Who can show it lives on a floor above this one, and is found by its name when it is needed: nothing here depends on it, and
+nothing of it is imported for a step of keepstep's own.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from keepstep.format.manifest import MANIFEST_NAME
+from keepstep.ranks import Ranks
+from keepstep.storage.base import Storage, read_blob
+
+__all__ = ["FOREIGN", "find_foreign", "show_foreign", "show_to_all"]
+
+FOREIGN = b"\x80"
+"""How a pickle begins: the metadata of a directory of torch's DCP has the name of a manifest."""
+SAFETENSORS = FOREIGN + b"safetensors"
+"""Stands for a folder of safetensors, which has no such file. (No pickle begins so.)"""
+MAX_MANIFEST_BYTES = 1 << 30
+
+
+def find_foreign(storage: Storage) -> bytes:
+    """What stands for a manifest where there is none: nothing, unless another program's files are there."""
+    for name, _ in storage.list(""):
+        if (name.endswith(".safetensors") and "/" not in name) or name.startswith("snapshots/"):
+            return SAFETENSORS
+    return b""
+
+
+def show_foreign(storage: Storage, raw: bytes) -> tuple[Storage, bytes]:
+    """The folder as a step, and the manifest of that.
+
+    Raises:
+        UnsafeValueError, CorruptError: it holds what is not plain, or is damaged; see ``keepstep.interop``.
+    """
+    shown: Storage
+    if raw.startswith(SAFETENSORS):
+        shown = import_module("keepstep.interop.huggingface.step").show_folder(storage)
+    else:
+        shown = import_module("keepstep.interop.dcp.step").show_directory(storage, raw)
+    return shown, read_blob(shown, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+
+
+def show_to_all(ranks: Ranks, storage: Storage, raw: bytes, deadline_s: float) -> tuple[Storage, bytes]:
+    """The same on every rank, each of which has ``raw``. Collective."""
+    with ranks.phase("show as a step", deadline_s) as phase:
+        shown = show_foreign(storage, raw)
+        phase.broadcast(b"" if phase.gather(b"") is not None else None)
+    return shown

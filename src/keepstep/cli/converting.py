@@ -1,0 +1,176 @@
+"""``keepstep convert``: what other programs have saved, as a step; and a step, as what they read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from keepstep.check.verify import Problem, Verified, exit_status, verify
+from keepstep.cli.places import folder_at
+from keepstep.cli.words import plural, safe, size_words, time_words
+from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_manifest
+from keepstep.errors import CorruptError, StepNotFoundError, StorageError, UsageError
+from keepstep.format.manifest import MANIFEST_NAME
+from keepstep.storage.base import Storage, read_blob
+from keepstep.storage.local import storage_of
+
+__all__ = ["Conversion", "convert_step"]
+
+SHOWN = 5
+FORMATS = ("keepstep", "dcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was written; the fields are those of the JSON output. ``made`` is the format of the target.
+
+    ``bytes`` are of tensors. ``checked`` says that every byte at the target was read again; ``problems`` were found then.
+    """
+
+    source: str
+    target: str
+    read: str
+    made: str
+    tensors: int
+    bytes: int
+    seconds: float
+    checked: bool = False
+    problems: tuple[Problem, ...] = ()
+    exit_status: int = 0
+
+
+def convert_step(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A step, or what another program has saved.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The folder or URL that is to have it.")],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help="keepstep or dcp; without it a foreign SRC is a step.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="This component; may be given several times.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read every byte at DST again afterwards.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")] = False,
+) -> None:
+    """Convert a DCP checkpoint of torch to a step, or a step to a DCP checkpoint. Nothing at SRC is changed.
+
+    Bytes pass through the memory of a few chunks, and are proved on their way. DST is complete at the end, or not there.
+    """
+    began = time.monotonic()
+    place = folder_at(source)
+    kind, raw = _kind_of(place)
+    made = to or ("keepstep" if kind != "keepstep" else "")
+    if made not in FORMATS or made == kind:
+        others = " or ".join(f"--to {name}" for name in FORMATS if name != kind)
+        raise UsageError(f"{place.url} is in the format {kind}: say what to make of it, {others}. Nothing was written")
+    goal = storage_of(target)
+    wanted = tuple(only or ())
+    if kind == "dcp":
+        tensors, size, going = _from_dcp(place, raw, goal, wanted, overwrite=overwrite)
+    else:
+        tensors, size, going = _to_dcp(place, goal, wanted, overwrite=overwrite)
+    problems: tuple[Problem, ...] = ()
+    with _bar() as bar, contextlib.closing(going):
+        task = bar.add_task("convert", total=size)
+        for done in going:
+            bar.update(task, completed=done)
+        if check:
+            problems = _read_again(goal, made, bar)
+    facts = Conversion(
+        place.url,
+        goal.url,
+        kind,
+        made,
+        tensors,
+        size,
+        round(time.monotonic() - began, 3),
+        check,
+        problems,
+        exit_status(problems),
+    )
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+    else:
+        _print(facts)
+    raise typer.Exit(facts.exit_status)
+
+
+def _kind_of(place: Storage) -> tuple[str, bytes]:
+    """The format of what is at a place, and its metadata.
+
+    Raises:
+        StepNotFoundError: there is nothing that is known.
+    """
+    try:
+        raw = read_blob(place, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    except StorageError as err:
+        raise StepNotFoundError(
+            f"{place.url} is neither a step nor a DCP checkpoint: there is no {MANIFEST_NAME} in it ({err})"
+        ) from err
+    return ("dcp" if raw[:1] == b"\x80" else "keepstep"), raw
+
+
+def _from_dcp(
+    place: Storage, raw: bytes, goal: Storage, only: tuple[str, ...], *, overwrite: bool
+) -> tuple[int, int, Generator[int]]:
+    from keepstep.interop.adopting import adopting
+    from keepstep.interop.dcp.step import show_directory
+
+    step = show_directory(place, raw, only)
+    size = sum(record.data_bytes for records in step.manifest.files.values() for record in records)
+    return len(step.manifest.tensors), size, adopting(step, goal, overwrite=overwrite)
+
+
+def _to_dcp(
+    place: Storage, goal: Storage, only: tuple[str, ...], *, overwrite: bool
+) -> tuple[int, int, Generator[int]]:
+    from keepstep.interop.dcp.export import exporting
+
+    manifest = read_manifest(place)
+    structure = manifest.structure
+    wanted = [spec for spec in structure.tensors if not only or spec.key.partition("/")[0] in only]
+    going = exporting(place, manifest, goal, only=only, overwrite=overwrite)
+    return len(wanted), sum(map(structure.tensor_bytes, wanted)), going
+
+
+def _read_again(goal: Storage, made: str, bar: Progress) -> tuple[Problem, ...]:
+    task = bar.add_task("read again", total=None)
+    if made == "dcp":
+        from keepstep.interop.adopting import reading
+        from keepstep.interop.dcp.step import show_directory
+
+        try:
+            for done, total in reading(show_directory(goal, _kind_of(goal)[1])):
+                bar.update(task, completed=done, total=total)
+        except CorruptError as err:
+            return (Problem("blocks", goal.url, str(err)),)
+        return ()
+    verified = Verified(None)
+    for verified in verify(goal):
+        bar.update(task, completed=verified.bytes, total=verified.total_bytes)
+    return verified.problems
+
+
+def _print(facts: Conversion) -> None:
+    console = Console(markup=False, highlight=False, emoji=False)
+    line = f"{safe(facts.target)}  {facts.made}  ({plural(facts.tensors, 'tensor')}, {size_words(facts.bytes)} in"
+    line += f" {time_words(facts.seconds)})"
+    if facts.checked:
+        line += f"  DAMAGED, {plural(len(facts.problems), 'problem')}" if facts.problems else "  read again: ok"
+    console.print(line, soft_wrap=True)
+    for problem in facts.problems[:SHOWN]:
+        console.print(f"  {problem.kind}: {safe(problem.text)}", soft_wrap=True)
+
+
+def _bar() -> Progress:
+    errors = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint: its directories as steps, and keepstep under its own calls."""
