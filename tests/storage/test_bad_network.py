@@ -84,14 +84,14 @@ def campaign(server, library, count, pool=None):
     assert len(left) <= len(lost_beginnings)
 
 
-@pytest.mark.parametrize(("library", "count"), [("obstore", 20), ("fsspec", 12)])
+@pytest.mark.parametrize(("library", "count"), [("obstore", 14), ("fsspec", 8)])
 def test_saves_behind_a_network_that_fails(moto_of_small_parts, library, count):
     """At 5 % of requests failing in every way there is, those of loads and deletions too: none lost, none wrong."""
     campaign(moto_of_small_parts, library, count)
 
 
 def test_saves_of_two_ranks_behind_a_network_that_fails(moto_of_small_parts, rank_pool):
-    campaign(moto_of_small_parts, "obstore", 6, rank_pool)
+    campaign(moto_of_small_parts, "obstore", 4, rank_pool)
 
 
 def test_a_lost_answer_is_settled_also_when_looking_fails_at_first(moto_of_small_parts, data):

@@ -21,7 +21,7 @@ from tests.helpers.servers import KEY, SECRET
 
 pytestmark = pytest.mark.slow
 
-SHORTLY = Patience(tries=2, first_wait_s=0.01, longest_wait_s=0.01, request_s=1, total_s=2)
+SHORTLY = Patience(tries=2, first_wait_s=0.01, longest_wait_s=0.01, request_s=0.5, total_s=1)
 
 
 @pytest.fixture
