@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 
+import numpy as np
 import pytest
 
 from keepstep.errors import StorageError
@@ -110,3 +111,60 @@ def test_more_than_the_parts_that_a_store_takes_is_refused_before_it_is_sent():
         with pytest.raises(StorageError, match="64 parts of 4,096 bytes"):
             write(63 * PART, memoryview(content(PART + 1)))
     upload.close()
+
+
+def test_memory_of_parts_is_used_again_when_nobody_looks_at_it_and_gaps_are_zero():
+    """What the taker still holds stays as it is; what it has let go of serves the next part, without its old bytes."""
+    kept: list[memoryview] = []
+    seen: list[bytes] = []
+    addresses: list[int] = []
+
+    class Holding(Taker):
+        def take_whole(self, name, data):
+            raise AssertionError("it has several parts")
+
+        def take_parts(self, name, parts, part_bytes):
+            for index, part in enumerate(parts):
+                seen.append(bytes(part))
+                addresses.append(np.frombuffer(part, np.uint8).ctypes.data)
+                if index < 2:
+                    kept.append(part)
+                del part
+
+    with PartUpload(Holding(), "x", 8 * PART, LIMITS) as upload:
+        for index in range(7):
+            upload.write_at(index * PART, memoryview(bytes([index + 1]) * PART))
+        upload.write_at(7 * PART + 100, memoryview(b"z" * 50))
+        upload.commit(8 * PART)
+    assert [bytes(part) for part in kept] == [b"\1" * PART, b"\2" * PART]
+    assert seen[:7] == [bytes([index + 1]) * PART for index in range(7)]
+    assert seen[7] == bytes(100) + b"z" * 50 + bytes(PART - 150)
+    assert len(set(addresses[:2])) == 2
+    assert len(set(addresses)) <= 6, "the parts after those that are kept share a few places"
+
+
+def test_copies_behind_what_was_lent_use_memory_again():
+    """A header that is lent, then chunks that are copied: what was taken and let go of is the place of later ones."""
+    addresses: list[int] = []
+    seen = bytearray()
+    kept: list[memoryview] = []
+
+    class Passing(Kept):
+        def take_parts(self, name, parts, part_bytes):
+            for index, part in enumerate(parts):
+                seen.extend(part)
+                addresses.append(np.frombuffer(part, np.uint8).ctypes.data)
+                if index == 1:
+                    kept.append(part)
+                del part
+
+    data = content(9 * PART)
+    with PartUpload(Passing(), "x", 9 * PART, LIMITS) as upload:
+        upload.lend_at(0, memoryview(data[:PART]))
+        for at in range(PART, 9 * PART, PART):
+            upload.write_at(at, memoryview(data[at : at + PART]))
+        upload.commit(9 * PART)
+    assert seen == data
+    assert kept[0] == data[PART : 2 * PART]
+    assert addresses.count(addresses[1]) == 1, "what is still looked at was written over"
+    assert len(set(addresses[2:])) <= 4

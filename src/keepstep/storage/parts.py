@@ -12,10 +12,13 @@ import contextlib
 import errno
 import mmap
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from keepstep.errors import StorageError
 from keepstep.storage.base import Upload
@@ -76,14 +79,36 @@ class _GivenUpError(BaseException):
     """The upload was closed without a commit. No failure of a store: what is to be tried again does not catch it."""
 
 
+class _Pages:
+    """Memory for parts, used again when nobody looks at it any more: fresh pages cost more than a copy into them.
+
+    (The library keeps its view of a part until that was sent, and tells nobody; so the view itself is watched.)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: deque[mmap.mmap] = deque()
+
+    def take(self, size: int) -> memoryview:
+        """So much memory, with anything in it. What is larger than a part is not used again."""
+        if size > self._size:
+            return memoryview(mmap.mmap(-1, size))
+        try:
+            pages = self._free.pop()
+        except IndexError:
+            pages = mmap.mmap(-1, self._size)
+        watched = np.frombuffer(pages, np.uint8)
+        weakref.finalize(watched, self._free.append, pages).atexit = False
+        return memoryview(watched)[:size]
+
+
 class _Part:
     """Part of the blob: its bytes, and which of them were written."""
 
     __slots__ = ("data", "written")
 
-    def __init__(self, size: int) -> None:
-        # Pages of its own, which are given back at once; a heap keeps some.
-        self.data = memoryview(mmap.mmap(-1, size))
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
         self.written: list[tuple[int, int]] = []
 
     def note(self, start: int, stop: int) -> None:
@@ -114,6 +139,7 @@ class PartUpload(Upload):
         self._part_bytes = part_size(size_hint_bytes, limits, name)
         # A part that ends beyond what was announced may have to be cut.
         self._whole_parts = size_hint_bytes // self._part_bytes
+        self._pages = _Pages(self._part_bytes)
         self._parts: dict[int, _Part] = {}
         self._next = 0
         self._size_hint_bytes = size_hint_bytes
@@ -133,7 +159,7 @@ class PartUpload(Upload):
         if self._lent or self._lent_to:
             # One at a time: whoever waits for its turn has not copied yet.
             with self._copying:
-                copy = memoryview(mmap.mmap(-1, max(1, len(data))))[: len(data)]
+                copy = self._pages.take(len(data))
                 copy[:] = data
                 self.lend_at(offset, copy)
             return
@@ -144,7 +170,7 @@ class PartUpload(Upload):
                 self._check_unsent(offset + done, self._next * size)
                 part = self._parts.get(index)
                 if part is None:
-                    part = self._parts[index] = _Part(size)
+                    part = self._parts[index] = _Part(self._pages.take(size))
             part.data[start:stop] = data[done : done + stop - start]
             with self._lock:
                 part.note(start, stop)
@@ -225,7 +251,14 @@ class PartUpload(Upload):
         """The bytes of a part of a blob that has this size."""
         wanted = min(self._part_bytes, size_bytes - index * self._part_bytes)
         part = self._parts.pop(index, None)
-        return (part.data if part is not None else memoryview(bytes(wanted)))[:wanted]
+        if part is None:
+            return memoryview(bytes(wanted))
+        done = 0
+        for start, stop in [*sorted(part.written), (wanted, wanted)]:
+            if start > done:
+                part.data[done:start] = bytes(start - done)
+            done = max(done, stop)
+        return part.data[:wanted]
 
     def _hand_on(self) -> None:
         # One thread hands on at a time, so that parts stay in their order; the others wait here instead of writing more.
