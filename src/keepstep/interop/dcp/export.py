@@ -39,7 +39,7 @@ from keepstep.storage.base import Storage
 
 __all__ = ["exporting"]
 
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 24
 """A piece that is larger is written as several chunks: torch reads a chunk whole, and so does this."""
 _OWN = (
     "every rank has a value of its own under it, and a DCP checkpoint has one for all. Leave it out: name what is to be"
