@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -183,6 +185,31 @@ def fabric() -> None:
     assert torch.equal(train("parts", 5, 13), whole)
 
 
+def asked_to_stop() -> None:
+    """A SIGTERM ends training with the step at hand saved, although Lightning listens to signals too."""
+
+    class Asked(Net):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    steps = StepCallback("c", preempt=ks.Preempt(grace_s=60))
+    one = trainer(callbacks=[steps], max_epochs=1, enable_checkpointing=False)
+    with pytest.raises(ks.Preempted, match="asked to stop at step 4; it is committed"):
+        one.fit(Asked(), ResumableLoader(DATA, batch_size=4))
+    assert [path.name for path in Path("c").glob("step-*")] == ["step-00000004"]
+    more = trainer(callbacks=[StepCallback("c")], max_epochs=1, enable_checkpointing=False)
+    more.fit(Net(), ResumableLoader(DATA, batch_size=4))
+    assert more.global_step == 10
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    {"own checkpoints": own_checkpoints, "refusals": refusals, "fabric": fabric}[sys.argv[1]]()
+    checks = {
+        "own checkpoints": own_checkpoints,
+        "refusals": refusals,
+        "fabric": fabric,
+        "asked to stop": asked_to_stop,
+    }
+    checks[sys.argv[1]]()

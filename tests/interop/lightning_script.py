@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -159,6 +160,9 @@ def main(kind: str, die_in: int = -1) -> None:
         fit = {"datamodule": Data()}
     elif kind == "part of the epoch":
         options |= {"limit_train_batches": 7, "check_val_every_n_epoch": 2, "max_epochs": 5}
+        # It grows at every third step, and so has something to lose.
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        options |= {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
         fit["train_dataloaders"] = ResumableLoader(dataset, batch_size=4, seed=2, num_workers=1)
     elif kind == "by hand":
         model = ByHand(die_in)

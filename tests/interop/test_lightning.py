@@ -68,7 +68,7 @@ def test_an_update_that_was_begun_is_finished(lightning, tmp_path):
     assert [start.began.step for start in starts] == [0, 1, 7]
 
 
-@pytest.mark.parametrize("name", ["own checkpoints", "refusals", "fabric"])
+@pytest.mark.parametrize("name", ["own checkpoints", "refusals", "fabric", "asked to stop"])
 def test_checks(lightning, tmp_path, name):
     lightning.run(CHECKS, name, folder=tmp_path, name="check", drill=False)
 

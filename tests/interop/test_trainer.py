@@ -63,8 +63,9 @@ def test_two_ranks_and_on_with_one(transformers, tmp_path):
     assert [step.step for step in found.ranks[0][-1].steps] == [9, 10, 11, 12]
 
 
-def test_refusals(transformers, tmp_path):
-    transformers.run(KINDS, "refusals", folder=tmp_path, name="check", drill=False)
+@pytest.mark.parametrize("name", ["refusals", "asked to stop"])
+def test_checks(transformers, tmp_path, name):
+    transformers.run(KINDS, name, folder=tmp_path, name="check", drill=False)
 
 
 def test_the_page_runs(transformers, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -142,7 +144,30 @@ def refusals() -> None:
     assert longer.train().global_step == 5
 
 
+class Asks(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def asked_to_stop() -> None:
+    """A SIGTERM ends training with the step at hand saved."""
+    one = trainer(max_steps=5, callbacks=[Asks()])
+    attach(one, "b", preempt=ks.Preempt(grace_s=60))
+    with pytest.raises(ks.Preempted, match="asked to stop at step 2; it is committed"):
+        one.train()
+    assert [path.name for path in Path("b").glob("step-*")] == ["step-00000002"]
+    more = trainer(max_steps=5)
+    attach(more, "b")
+    assert more.train().global_step == 5
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    kinds: dict[str, Any] = {"evaluated": evaluated, "spread": spread, "refusals": refusals}
+    kinds: dict[str, Any] = {
+        "evaluated": evaluated,
+        "spread": spread,
+        "refusals": refusals,
+        "asked to stop": asked_to_stop,
+    }
     kinds[sys.argv[1]](*map(int, sys.argv[2:]))
