@@ -41,7 +41,7 @@ def mismatch_of(manifest: Manifest, url: str, binder: Binder) -> MismatchError:
     worlds = f"(ranks: {manifest.world_size} when saved, {binder.table.world} now)"
     return MismatchError(
         f"step {manifest.step} in {url} {worlds} does not fit the target: {len(binder.mismatches)} differences",
-        [*binder.mismatches, *_hints(binder)],
+        [*binder.mismatches, *_hints(binder), *binder.notes],
         "Nothing was changed.",
     )
 

@@ -15,20 +15,22 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
+from keepstep.checkpointer.choosing import GONE, chosen, settle
 from keepstep.checkpointer.differences import changed_since, mismatch_of, put_together
 from keepstep.checkpointer.foreign import FOREIGN, show_to_all
+from keepstep.checkpointer.foreseen import foresee
+from keepstep.checkpointer.options import LoadReport, Options, Selection
 from keepstep.checkpointer.pending import SAVES
-from keepstep.checkpointer.rename import Rename, renamed_tree
+from keepstep.checkpointer.rename import Rename
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.sharing import agree_to_share, with_values
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files, size_of
-from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
+from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Mesh, Structure
 from keepstep.format.manifest import (
@@ -57,62 +59,7 @@ from keepstep.timeline import Timeline
 
 __all__ = ["LoadReport", "Options", "found_manifest", "load", "load_step", "read_trees"]
 
-_GONE = "its files were let go by retention, to keep the weights alone"
 _NO_DIFFERENCES = msgspec.msgpack.encode(([], []))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load did. ``step`` is the step restored, 0 on a fresh run (``fresh`` is True then).
-
-    ``bytes_read``, ``bytes_received`` and ``bytes_needed`` are of this rank: from storage, from ranks that have read them
-    for it too (see ``share_reads``), and of the tensors it asked for. ``components`` says for each part what was restored,
-    cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
-    ``changed`` says how code (on rank 0) and configuration differ from those that the step was saved with. ``incarnation``
-    (of a ``restore``) is the one in which the run goes on.
-    """
-
-    step: int
-    url: str = ""
-    fresh: bool = False
-    saved_world: int = 1
-    world: int = 1
-    bytes_read: int = 0
-    bytes_received: int = 0
-    bytes_needed: int = 0
-    components: Mapping[str, ComponentReport] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    incarnation: int = 0
-
-    def __str__(self) -> str:
-        """A few lines for a log."""
-        if self.fresh:
-            return "fresh run: no step to restore"
-        lines = [f"restored step {self.step} from {self.url} (ranks: {self.saved_world} when saved, {self.world} now)"]
-        for name, part in self.components.items():
-            notes = [f"{part.restored} restored"] if not part.skipped else ["left out"]
-            for label in ("cast", "missing", "unexpected", "reset", "rederived"):
-                listed: list[str] = getattr(part, label)
-                if listed:
-                    notes.append(f"{len(listed)} {label} ({', '.join(listed[:3])}{', …' if len(listed) > 3 else ''})")
-            lines.append(f"  {name}: {', '.join(notes)}")
-            lines.extend(f"    {note}" for note in part.noted)
-        lines.extend(f"  changed {text}" for text in self.changed)
-        lines.extend(f"  skipped {text}" for text in self.skipped)
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to load: which components, how strict, whether dtypes may be converted, new names, shared reads."""
-
-    only: tuple[str, ...] | None = None
-    strict: bool = True
-    cast: bool = False
-    rename: Rename | None = None
-    share_reads: bool | None = None
 
 
 def load(
@@ -121,8 +68,12 @@ def load(
     *,
     only: Sequence[str] | None = None,
     strict: bool = True,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
     cast: bool = False,
     rename: Rename | None = None,
+    override: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
     share_reads: bool | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> LoadReport:
@@ -133,16 +84,24 @@ def load(
     Args:
         path: the folder of the step, or a Storage.
         into: the target: a TrainState or a dict. Modules, optimizers and containers keep their identity.
-        only: the components to load; all others of the checkpoint and of the target are left alone.
+        only: the components or keys to load, as patterns (``"model"``, ``"optimizer/state/**"``); everything else of the
+            checkpoint and of the target is left alone.
         strict: whether keys that one side lacks are an error. With False they are listed in the report.
+        allow_missing: patterns of keys of the target that the checkpoint may lack. They stay as they are; state that an
+            optimizer would have of such a parameter starts fresh.
+        allow_extra: patterns of keys of the checkpoint that the target may lack.
         cast: whether tensors may be converted to the target's dtype.
         rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function.
+        override: plain values to set instead of the saved ones, by pattern: ``{"optimizer/param_groups/*/lr": 1e-4}``.
+        dry_run: find out what would be loaded, from which files; change nothing. Raises what the load would, as far as it
+            can be known.
         share_reads: whether ranks that need the same bytes read them once and pass them on to each other; the same on every
             rank. None for wherever the storage is an object store or another far place, and it is worth it.
         deadline_s: how long to wait for other ranks, in seconds.
 
     Raises:
         StepNotFoundError: no step is committed there.
+        UsageError: options that mean nothing, such as a pattern that fits no key; nothing was changed.
         MismatchError: state and checkpoint differ; lists everything; nothing was changed.
         CorruptError, FormatError, StorageError: the step is damaged or cannot be read. Tensors of the target may hold
             part of it: load again before using them. Plain values were not changed.
@@ -150,7 +109,8 @@ def load(
     """
     wait([pending.committed for pending in SAVES])
     ranks = Ranks.current()
-    options = Options(None if only is None else tuple(only), strict, cast, rename, share_reads)
+    selection = Selection(only, rename, allow_missing, allow_extra, override)
+    options = Options(strict, cast, share_reads, dry_run, None if selection == Selection() else selection)
     with ranks.phase("load", deadline_s) as phase:
         storage = storage_of(path)
         posted = phase.gather(storage.url.encode())
@@ -205,18 +165,12 @@ def load_step(
 ) -> LoadReport:
     """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
     timeline = Timeline()
-    together = ranks.world > 1 and storage.sealed and (storage.far if options.share_reads is None else options.share_reads)
+    together = (
+        ranks.world > 1 and storage.sealed and (storage.far if options.share_reads is None else options.share_reads)
+    )
     storage = with_values(ranks, storage, manifest, deadline_s) if together else storage
     with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
-        tree, own = read_trees(storage, manifest, ranks.rank)
-        origin = Origin(manifest.world_size, manifest.aliases, own, manifest.step)
-        table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
-        binder = Binder(table, into, origin, options.strict, options.cast)
-        found = tree if options.rename is None else renamed_tree(tree, options.rename)
-        bind_all(binder, into, found, options, dropped=manifest.dropped)
-        values = OwnValues(binder)
-        if binder.slots:
-            values.bind(read_own(storage, manifest, values.choose(), {own_rank(manifest, ranks.rank): own}))
+        binder, values = bind_step(ranks, storage, manifest, into, options=options)
         posted = phase.gather(msgspec.msgpack.encode((binder.mismatches, list(binder.surplus))))
         none = not posted or all(raw == _NO_DIFFERENCES for raw in posted)
         differences = phase.broadcast(_NO_DIFFERENCES if none else put_together(posted or []))
@@ -224,6 +178,8 @@ def load_step(
             binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
         if binder.mismatches:
             raise mismatch_of(manifest, storage.url, binder)
+    if options.dry_run:
+        return foresee(ranks, storage, manifest, binder, deadline_s)
     sharing = agree_to_share(ranks, manifest, binder, options.share_reads, deadline_s) if together else None
     with no_collection(), sharing or nullcontext(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("read"):
@@ -258,9 +214,48 @@ def load_step(
         bytes_received=0 if sharing is None else sharing.received,
         bytes_needed=sum(target.numel() * target.element_size() for target in binder.targets),
         components=binder.reports,
+        notes=tuple(binder.notes),
         changed=changed_since(ranks, manifest, into) if isinstance(into, TrainState) else (),
         seconds=timeline.seconds,
     )
+
+
+def bind_step(
+    ranks: Ranks, storage: Storage, manifest: Manifest, into: Mapping[str, Any], *, options: Options
+) -> tuple[Binder, OwnValues]:
+    """Binds every component that is asked for, and notes all that one side lacks; changes nothing yet."""
+    tree, own = read_trees(storage, manifest, ranks.rank)
+    origin = Origin(manifest.world_size, manifest.aliases, own, manifest.step)
+    table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
+    binder = Binder(table, into, origin, options.strict, options.cast)
+    if options.selection is not None:
+        tree, binder = chosen(options.selection, tree, binder, manifest.dropped)
+    for name, node in tree.items():
+        if name in binder.left_out:
+            binder.reports[name] = ComponentReport(skipped=True)
+        elif name in into:
+            binder.bind_component(name, node)
+        elif name == FILES and type(node) is ObjectNode and node.type_name == Files.__name__:
+            # Nothing of a run depends on getting them back: they may come and go.
+            binder.reports[name] = ComponentReport(skipped=True, noted=["in the step, none attached now"])
+        else:
+            binder.reports[name] = ComponentReport(unexpected=[name])
+            binder.surplus[name] = "in the checkpoint, not in the target (only=[...] leaves it out)"
+    for name in into:
+        if name not in tree and isinstance(into[name], Files):
+            binder.reports[name] = ComponentReport(noted=["attached now, none in the step"])
+        elif name not in tree and name not in binder.left_out:
+            gone = f"{GONE}. Leave it out (only=[...]), or as it is (strict=False)" if name in manifest.dropped else ""
+            lack = f"in the target, not in the checkpoint, which has {', '.join(tree)}"
+            binder.lack_component(name, gone or lack)
+    for name in manifest.dropped:
+        binder.reports.setdefault(name, ComponentReport(skipped=True)).noted.append(GONE)
+    values = OwnValues(binder)
+    if binder.slots:
+        values.bind(read_own(storage, manifest, values.choose(), {own_rank(manifest, ranks.rank): own}))
+    if options.selection is not None:
+        settle(options.selection, tree, binder)
+    return binder, values
 
 
 def read_trees(storage: Storage, manifest: Manifest, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -339,33 +334,3 @@ def _prove_references(pending: list[Any], manifest: Manifest, *, own: bool = Fal
                 raise CorruptError(
                     f"the values name {node.key!r}, {node.dtype} {list(node.shape)}: no such tensor is stored"
                 )
-
-
-def bind_all(
-    binder: Binder, into: Mapping[str, Any], tree: Mapping[str, Any], options: Options, *, dropped: Sequence[str]
-) -> None:
-    """Binds every component that is asked for, and notes those that one side lacks; ``dropped`` are gone on purpose."""
-    unknown = sorted(set(options.only or ()) - set(tree))
-    if unknown:
-        why = f"; {', '.join(dropped)}: {_GONE}" if dropped else ""
-        raise UsageError(f"only={', '.join(unknown)}: the checkpoint has {', '.join(tree)}{why}. Nothing was changed")
-    for name, node in tree.items():
-        if options.only is not None and name not in options.only:
-            binder.reports[name] = ComponentReport(skipped=True)
-        elif name in into:
-            binder.bind_component(name, node)
-        elif name == FILES and type(node) is ObjectNode and node.type_name == Files.__name__:
-            # Nothing of a run depends on getting them back: they may come and go.
-            binder.reports[name] = ComponentReport(skipped=True, noted=["in the step, none attached now"])
-        else:
-            binder.reports[name] = ComponentReport(unexpected=[name])
-            binder.surplus[name] = "in the checkpoint, not in the target (only=[...] leaves it out)"
-    for name in into:
-        if name not in tree and isinstance(into[name], Files):
-            binder.reports[name] = ComponentReport(noted=["attached now, none in the step"])
-        elif name not in tree and (options.only is None or name in options.only):
-            gone = f"{_GONE}. Leave it out (only=[...]), or as it is (strict=False)" if name in dropped else ""
-            lack = f"in the target, not in the checkpoint, which has {', '.join(tree)}"
-            binder.lack_component(name, gone or lack)
-    for name in dropped:
-        binder.reports.setdefault(name, ComponentReport(skipped=True)).noted.append(_GONE)

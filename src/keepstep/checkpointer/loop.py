@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from keepstep.check.trace import drill_orders
 from keepstep.checkpointer.agree import Attempt, KnownPlan
@@ -16,7 +16,7 @@ from keepstep.checkpointer.boundary import Boundaries
 from keepstep.checkpointer.course import Course, tidy_after_restore
 from keepstep.checkpointer.every import Every
 from keepstep.checkpointer.history import History
-from keepstep.checkpointer.loading import LoadReport, Options
+from keepstep.checkpointer.options import LoadReport, Options, Selected, selection_of
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.preemption import Preempt, StopWatch, watch_for
 from keepstep.checkpointer.restoring import Wanted, restore_step
@@ -99,11 +99,10 @@ class Checkpointer(Closing):
         self._ranks = Ranks.current()
         self._drill = drill_orders()
         self._report: LoadReport | None = None
-        self._passed = 0
         self._deadline_s = deadline_s
         self._every = every
         self._state = state
-        self._closed = False
+        self._closed, self._passed = False, 0
         self._history = History()
         self._known: KnownPlan | None = None
         self._metrics: dict[str, Any] = {}
@@ -152,6 +151,7 @@ class Checkpointer(Closing):
         strict: bool = True,
         cast: bool = False,
         share_reads: bool | None = None,
+        **selected: Unpack[Selected],
     ) -> LoadReport:
         """Brings the newest good step back into the state's objects; on a truly fresh root does nothing.
 
@@ -161,7 +161,7 @@ class Checkpointer(Closing):
             step: this step and no other; None for the newest good one.
             on_damage: ``"fall_back"`` skips damaged steps with a warning, all ranks together; ``"raise"`` stops.
             allow_fresh: whether to start from zero although unfinished or damaged steps are there.
-            strict, cast, share_reads: see ``keepstep.load``.
+            strict, cast, share_reads, only, rename, allow_missing, allow_extra, override: see ``keepstep.load``.
 
         Raises:
             StepNotFoundError: that step is not there; or steps are there and none is good, which is never a fresh start.
@@ -171,7 +171,7 @@ class Checkpointer(Closing):
         self._check_open()
         wanted = Wanted(step, on_damage, allow_fresh, self._course.lineage.incarnation)
         self._settle()
-        unused, options = self._course.unused, Options(None, strict, cast, None, share_reads)
+        unused, options = self._course.unused, Options(strict, cast, share_reads, selection=selection_of(selected))
         report, manifest = restore_step(
             self._ranks, self._levels, self._state, wanted, options=options, deadline_s=self._deadline_s
         )

@@ -36,7 +36,9 @@ class TreeBinder(ABC):
     ``wants`` and ``targets`` go together: the box of a stored tensor, and the tensor of that shape to fill. ``placed`` says
     the same for all ranks at once: keys with the layouts of their targets. ``own_targets`` are tensors that one rank has of
     its own, by that rank and key, and ``slots`` the places for such values. ``mismatches`` lists every difference found;
-    ``surplus`` maps saved keys that have no place on this rank to what to say of them, should no other rank have one either.
+    ``surplus`` maps saved keys that have no place on this rank to what to say of them, should no other rank have one either;
+    those in ``spared`` may be without one. ``lacks`` maps keys of the target that were not saved to their line in
+    ``mismatches``. Components in ``left_out`` are no part of this. ``notes`` go into the report as they are.
     """
 
     table: LayoutTable
@@ -51,7 +53,11 @@ class TreeBinder(ABC):
     slots: list[Slot] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     surplus: dict[str, str] = field(default_factory=dict)
+    lacks: dict[str, str] = field(default_factory=dict)
+    spared: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
     reports: dict[str, ComponentReport] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _values: dict[str, Any] = field(default_factory=dict)
     _finish: list[tuple[str, bool, Finish]] = field(default_factory=list)
     _component: str = ""
@@ -96,7 +102,8 @@ class TreeBinder(ABC):
         for report in self.reports.values():
             report.unexpected = [key for key in report.unexpected if key in nowhere]
         if self.strict:
-            self.mismatches.extend(f"{key}: {self.surplus[key]}" for key in unplaced if key in self.surplus)
+            extra = (key for key in unplaced if key in self.surplus and key not in self.spared)
+            self.mismatches.extend(f"{key}: {self.surplus[key]}" for key in extra)
 
     def finish(self) -> None:
         """Gives back everything that was not read in place. Only after every byte was read and proved, on all ranks."""
@@ -205,7 +212,8 @@ class TreeBinder(ABC):
     def _miss(self, path: str, text: str) -> None:
         self._report.missing.append(path)
         if self.strict:
-            self.mismatches.append(f"{path}: {text}")
+            self.lacks[path] = f"{path}: {text}"
+            self.mismatches.append(self.lacks[path])
 
     def _surplus(self, path: str, text: str) -> None:
         self._report.unexpected.append(path)

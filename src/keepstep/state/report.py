@@ -24,6 +24,7 @@ class ComponentReport:
     rederived: list[str] = field(default_factory=list)
     skipped: bool = False
     noted: list[str] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

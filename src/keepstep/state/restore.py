@@ -127,22 +127,21 @@ class Binder(TreeBinder):
 
     def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
         view = OptimizerView(optimizer, names_of(self.state))
+        below = join(path, "state")
         fields, problems = match_groups(view, tree["param_groups"], path)
         self.mismatches.extend(problems)
         saved = dict.fromkeys(name for group in tree["param_groups"] for name in group["params"])
         for name in (name for name in view.parameters if name not in saved):
-            self._miss(join(path, name), "a parameter of the target's groups, in no group of the checkpoint")
+            self._miss(join(below, name), "a parameter of the target's groups, in no group of the checkpoint")
         for name in (name for name in saved if name not in view.parameters):
-            self._surplus(join(path, name), "a parameter of the checkpoint's groups, in no group of the target")
+            self._surplus(join(below, name), "a parameter of the checkpoint's groups, in no group of the target")
         states: dict[Any, Any] = {}
         groups = {name: group for names, group in zip(view.group_names, fields, strict=True) for name in names}
         for name, node in tree["state"].items():
             if name in view.parameters:
-                states[name] = self._bind_parameter_state(
-                    view, name, node, groups[name], join(join(path, "state"), name)
-                )
+                states[name] = self._bind_parameter_state(view, name, node, groups[name], join(below, name))
             elif name not in saved:
-                states[name] = self._plain(node, join(join(path, "state"), name))
+                states[name] = self._plain(node, join(below, name))
         bound = [self._plain(group, join(join(path, "param_groups"), i)) for i, group in enumerate(fields)]
         rest = {k: self._plain(v, join(path, k)) for k, v in tree.items() if k not in ("state", "param_groups")}
         self._report.restored += len(fields)

@@ -1,0 +1,185 @@
+"""What a load is asked to take, under which names, and what may be missing: patterns against saved trees and the target.
+
+``chosen`` comes before the binding of components and makes a tree that has what is wanted; ``settle`` comes after it and
+takes from what did not fit all that was allowed. Every pattern has to fit something: one that does not is a mistake.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepstep.checkpointer.options import Selection
+from keepstep.checkpointer.rename import renamed_tree
+from keepstep.errors import UsageError
+from keepstep.format.globs import Globs, near
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
+from keepstep.state.capture import names_of
+from keepstep.state.chosen import ChosenBinder
+from keepstep.state.module import module_state, parameter_names
+from keepstep.state.optimizer import OptimizerView
+from keepstep.state.restore import Binder
+from keepstep.state.values import objects_in
+
+__all__ = ["GONE", "chosen", "settle"]
+
+GONE = "its files were let go by retention, to keep the weights alone"
+_UNCHANGED = "Nothing was changed"
+_PLAIN = (type(None), bool, int, float, str, bytes, list, tuple, dict)
+
+
+def chosen(
+    selection: Selection, tree: dict[str, Any], binder: Binder, dropped: Sequence[str]
+) -> tuple[dict[str, Any], Binder]:
+    """The saved tree under its new names and with other values, and a binder that takes the chosen keys of it.
+
+    Raises:
+        UsageError: options that mean nothing, and patterns that fit no key of the step.
+    """
+    if not binder.strict and (selection.allow_missing or selection.allow_extra):
+        raise UsageError(f"strict=False allows everything: leave out allow_missing= and allow_extra=. {_UNCHANGED}")
+    found = tree if selection.rename is None else dict(renamed_tree(tree, selection.rename))
+    takes = binder
+    if selection.only is not None:
+        globs = Globs(selection.only, "only")
+        keys = [key for key, _ in _nodes(found)]
+        _check_only(globs, keys, tree, dropped)
+        touched = {above for key in keys if globs.takes(key) for above in _above(key)}
+        takes = ChosenBinder(binder, globs.takes, touched)
+        everything = (*found, *binder.state)
+        takes.left_out |= {name for name in everything if name not in touched and not globs.takes(name)}
+    if selection.override:
+        found = _overridden(selection.override, found, takes.left_out)
+    return found, takes
+
+
+def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder) -> None:
+    """Takes from what a binder has found wrong all that may be so, and lists patterns that fit nothing anywhere."""
+    missing = Globs(selection.allow_missing, "allow_missing")
+    extra = Globs(selection.allow_extra, "allow_extra")
+    fresh = _fresh_states(binder, missing)
+    for report in binder.reports.values():
+        begun = [key for key in report.missing if key in fresh]
+        report.reset.extend(f"{key}: begins anew" for key in begun)
+        report.missing = [key for key in report.missing if key not in fresh]
+        allowed = {binder.lacks[key] for key in (*begun, *report.missing) if key in fresh or missing.takes(key)}
+        if allowed:
+            binder.mismatches[:] = [line for line in binder.mismatches if line not in allowed]
+        binder.spared |= {key for key in report.unexpected if extra.takes(key)}
+    if selection.allow_missing:
+        keys = list(_target_keys(binder))
+        for pattern in missing.idle(keys):
+            # Like a key without a place: another rank may have what fits.
+            binder.surplus[f"allow_missing={pattern!r}"] = f"no key of the target fits{near(pattern, keys)}"
+    if selection.allow_extra:
+        keys = [key for key, _ in _nodes(tree)]
+        for pattern in extra.idle(keys):
+            binder.notes.append(f"allow_extra={pattern!r}: no key of the checkpoint fits{near(pattern, keys)}")
+    for pattern in selection.override or ():
+        globs = Globs([pattern], "override", below=False)
+        for key, _ in _nodes(tree):
+            component = key.partition("/")[0]
+            if component not in binder.left_out and component in binder.reports and globs.takes(key):
+                binder.reports[component].overridden.append(key)
+
+
+def _check_only(globs: Globs, keys: list[str], tree: Mapping[str, Any], dropped: Sequence[str]) -> None:
+    idle = globs.idle(keys)
+    if idle:
+        why = f"; {', '.join(dropped)}: {GONE}" if dropped else ""
+        hints = "".join(near(pattern, keys) for pattern in idle)
+        raise UsageError(f"only={', '.join(idle)}: the checkpoint has {', '.join(tree)}{hints}{why}. {_UNCHANGED}")
+
+
+def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a saved tree with what is saved there, containers before what they hold."""
+    if path:
+        yield path, tree
+    inner = tree.tree if isinstance(tree, ObjectNode) else tree
+    if isinstance(inner, Mapping):
+        for key, item in inner.items():
+            yield from _nodes(item, join(path, key))
+    elif isinstance(inner, list | tuple | deque):
+        for index, item in enumerate(inner):
+            yield from _nodes(item, join(path, index))
+
+
+def _above(key: str) -> Iterator[str]:
+    """The key and all keys that it lies in."""
+    while key:
+        yield key
+        key = key.rpartition("/")[0]
+
+
+def _overridden(override: Mapping[str, Any], tree: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
+    """The tree with other plain values.
+
+    Raises:
+        UsageError: a value that is not plain, a pattern that fits no plain value, or another kind of value.
+    """
+    there = {name: node for name, node in tree.items() if name not in left_out}
+    for pattern, value in override.items():
+        if not isinstance(value, _PLAIN):
+            raise UsageError(f"override={pattern!r}: a {type(value).__name__}; it sets plain values. {_UNCHANGED}")
+        globs = Globs([pattern], "override", below=False)
+        if globs.idle(key for key, _ in _nodes(there)):
+            hint = near(pattern, [key for key, _ in _nodes(there)])
+            raise UsageError(f"override={pattern!r}: no value of the checkpoint fits{hint}. {_UNCHANGED}")
+        there = {name: _replaced(node, join("", name), globs, value) for name, node in there.items()}
+    return {name: there.get(name, node) for name, node in tree.items()}
+
+
+def _replaced(node: Any, path: str, globs: Globs, value: Any) -> Any:
+    if globs.takes(path):
+        _check_alike(node, path, value)
+        return value
+    if isinstance(node, ObjectNode):
+        return ObjectNode(node.kind, node.type_name, _replaced(node.tree, path, globs, value))
+    if type(node) is dict:
+        return {key: _replaced(item, join(path, key), globs, value) for key, item in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(_replaced(item, join(path, index), globs, value) for index, item in enumerate(node))
+    return node
+
+
+def _check_alike(node: Any, path: str, value: Any) -> None:
+    """A learning rate may be saved as a tensor of no dimensions: a number takes its place."""
+    number = isinstance(value, int | float)
+    if isinstance(node, TensorRef) and number and not node.shape and "/param_groups/" in path:
+        return
+    if any(isinstance(each, TensorRef | RankRef | ObjectNode) for _, each in _nodes({"": node})):
+        raise UsageError(f"override={path!r}: it sets plain values, and tensors or objects are there. {_UNCHANGED}")
+    if isinstance(node, int | float) and not number:
+        raise UsageError(f"override={path!r}: {value!r}, in the place of the number {node!r}. {_UNCHANGED}")
+
+
+def _fresh_states(binder: Binder, missing: Globs) -> set[str]:
+    """Keys of the optimizers' state of parameters which the checkpoint may lack, and does."""
+    modules = [name for name, value in binder.state.items() if isinstance(value, nn.Module)]
+    lacking = {key for report in binder.reports.values() for key in report.missing if missing.takes(key)}
+    new = {
+        identity
+        for component in modules
+        for identity, name in parameter_names(binder.state[component]).items()
+        if join(join("", component), name) in lacking or join("", component) in lacking
+    }
+    names = {name for identity, name in names_of(binder.state).items() if identity in new}
+    optimizers = [name for name, value in binder.state.items() if isinstance(value, torch.optim.Optimizer)]
+    return {join(join(join("", optimizer), "state"), name) for optimizer in optimizers for name in names}
+
+
+def _target_keys(binder: Binder) -> Iterator[str]:
+    for component, value in binder.state.items():
+        path = join("", component)
+        yield path
+        if isinstance(value, nn.Module):
+            yield from (join(path, name) for name in module_state(value, every_buffer=True))
+        elif isinstance(value, torch.optim.Optimizer):
+            view = OptimizerView(value, names_of(binder.state))
+            yield from (join(join(path, "state"), name) for name in view.parameters)
+        else:
+            yield from (key for key, _ in objects_in(value, path))
