@@ -22,7 +22,7 @@ import torch
 
 from keepstep.checkpointer.choosing import GONE, chosen, settle
 from keepstep.checkpointer.differences import changed_since, mismatch_of, put_together
-from keepstep.checkpointer.foreign import FOREIGN, show_to_all
+from keepstep.checkpointer.foreign import FOREIGN, find_foreign, show_to_all
 from keepstep.checkpointer.foreseen import foresee
 from keepstep.checkpointer.options import LoadReport, Options, Selection
 from keepstep.checkpointer.pending import SAVES
@@ -145,6 +145,8 @@ def found_manifest(storage: Storage) -> bytes:
             if late and size_of(storage, MANIFEST_NAME) is not None:
                 late = False
                 continue
+            if raw := find_foreign(storage):
+                return raw
             there = sum(1 for _ in storage.list(""))
             found = f"{there} files of an attempt that was never committed are" if there else "nothing is"
             raise StepNotFoundError(f"{storage.url}: no committed step ({found} there): {err}") from err

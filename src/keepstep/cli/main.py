@@ -21,6 +21,7 @@ from keepstep.cli.collecting import collect_garbage
 from keepstep.cli.converting import convert_step
 from keepstep.cli.copying import copy_steps
 from keepstep.cli.drilling import drill_script
+from keepstep.cli.exporting import export_step, import_model
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.places import folder_at, is_step, name_of, root_at, step_at
 from keepstep.cli.pruning import pin, prune_steps, unpin
@@ -156,6 +157,8 @@ def show_stats(
 app.command("convert")(convert_step)
 app.command("cp")(copy_steps)
 app.command("drill")(drill_script)
+app.command("export")(export_step)
+app.command("import")(import_model)
 app.command("prune")(prune_steps)
 app.command("repair")(repair_run)
 app.command("gc")(collect_garbage)

@@ -60,6 +60,8 @@ class Binder(TreeBinder):
             return self._bind_accumulation(target, node.tree, path)
         if node.kind == GENERATOR:
             return self._bind_stream(target, node, path)
+        if node.kind == "optimizer" and isinstance(target, dict):
+            return self._bind(target, node.tree, path)
         if hasattr(target, "load_state_dict"):
             live = target.state_dict() if is_live(node.tree) and hasattr(target, "state_dict") else ABSENT
             tree = self._plain(node.tree, path, live)
@@ -68,6 +70,8 @@ class Binder(TreeBinder):
                 self._report.reset.extend(f"{path}: {text}" for text in target.lacking(node.tree))
             self._then(lambda: target.load_state_dict(self.value_of(tree)))
             return target
+        if node.kind == "module" and isinstance(target, dict):
+            return self._bind(target, node.tree, path)
         if target is ABSENT or isinstance(target, dict):
             return self._plain(node.tree, path)
         self.mismatches.append(
@@ -106,8 +110,15 @@ class Binder(TreeBinder):
         memory = {pointer(t) for t in (*module.parameters(), *module.buffers())}
         values: dict[str, Any] = {}
         filled: set[str] = set()
-        for name in live:
-            if name not in tree and (isinstance(live[name], torch.Tensor) or is_extra_state(name)):
+        absent = [n for n in live if n not in tree and (isinstance(live[n], torch.Tensor) or is_extra_state(n))]
+        given = [live[n] for n in tree if absent and isinstance(live.get(n), torch.Tensor)]
+        there = {(pointer(t), t.shape, t.stride()) for t in given if t.numel()}
+        for name in absent:
+            value = live[name]
+            if isinstance(value, torch.Tensor) and (pointer(value), value.shape, value.stride()) in there:
+                # Tied to what comes under its other name, which is all that some programs keep of the two.
+                self._report.restored += 1
+            else:
                 hint = passing_hint(module, name)
                 self._miss(join(path, name), f"in the target module, not in the checkpoint{hint}")
         for name, node in tree.items():
