@@ -22,6 +22,7 @@ from keepstep.storage.base import Storage, Upload
 __all__ = ["WRITER_THREADS", "Chunk", "FileHead", "Origin", "ShardWriter"]
 
 WRITER_THREADS = 4
+FAR_THREADS = 2
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -92,6 +93,9 @@ class ShardWriter:
             if any(upload.in_order for upload in self._uploads):
                 # In a ring the data is not there yet.
                 self.seals_first = not self._sealed and arena.free is not None
+                if self.seals_first:
+                    # What waits takes memory, and is sent no sooner by it.
+                    self._chunks = queue.Queue(FAR_THREADS)
                 if not self.seals_first:
                     self._begin_in_order()
         except BaseException:
@@ -123,7 +127,7 @@ class ShardWriter:
         elif self.seals_first:
             self._check_unchanged(chunk, data)
         self._chunks.put((chunk, data))
-        if len(self._threads) < WRITER_THREADS:
+        if len(self._threads) < (FAR_THREADS if self.seals_first else WRITER_THREADS):
             # Daemons: a write that never returns must not keep the interpreter from ending, as those of a pool would.
             thread = threading.Thread(target=self._write, name="keepstep-write", daemon=True)
             thread.start()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -26,6 +27,9 @@ from keepstep.storage.base import Upload
 __all__ = ["PartLimits", "PartUpload", "Taker", "part_size"]
 
 ROUND_BYTES = 1 << 20
+HELD_PARTS = 9
+"""Eight that a library sends at once, and one that is put together."""
+LET_GO_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +86,29 @@ class _GivenUpError(BaseException):
 class _Pages:
     """Memory for parts, used again when nobody looks at it any more: fresh pages cost more than a copy into them.
 
-    (The library keeps its view of a part until that was sent, and tells nobody; so the view itself is watched.)
+    The library keeps its view of a part until that was sent, and tells nobody; so the view itself is watched. It may let go
+    of it late: beyond ``HELD_PARTS`` there is a moment's wait for it, and no more, for it may itself wait for a part.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._free: deque[mmap.mmap] = deque()
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = part_bytes
+        self._made_bytes = 0
+        # One that may be put into from anywhere: a view may die in the middle of a get.
+        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
 
     def take(self, size: int) -> memoryview:
-        """So much memory, with anything in it. What is larger than a part is not used again."""
-        if size > self._size:
+        """So much memory, with anything in it. One thread at a time. What is larger than a part is not used again."""
+        if size > self._part_bytes:
             return memoryview(mmap.mmap(-1, size))
+        full = self._made_bytes + size > HELD_PARTS * self._part_bytes
         try:
-            pages = self._free.pop()
-        except IndexError:
-            pages = mmap.mmap(-1, self._size)
+            pages = self._free.get(timeout=LET_GO_S if full else 0)
+        except queue.Empty:
+            pages = mmap.mmap(-1, self._part_bytes)
+            self._made_bytes += size
         watched = np.frombuffer(pages, np.uint8)
-        weakref.finalize(watched, self._free.append, pages).atexit = False
-        return memoryview(watched)[:size]
+        weakref.finalize(watched, self._free.put, pages).atexit = False
+        return watched.data[:size]
 
 
 class _Part:
