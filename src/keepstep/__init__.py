@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keepstep.errors import Preempted
     from keepstep.format.manifest import VERSION as __version__
     from keepstep.format.registry import register
-    from keepstep.state import Coordinates, TrainState, per_rank, sharded
+    from keepstep.state import Coordinates, FlatPiece, TrainState, flat, flat_pieces, per_rank, sharded
     from keepstep.storage.local import LocalStorage
     from keepstep.storage.memory import MemoryStorage
     from keepstep.storage.remote import RemoteStorage
@@ -37,6 +37,7 @@ __all__ = [
     "Checkpointer",
     "Coordinates",
     "Every",
+    "FlatPiece",
     "Keep",
     "LoadReport",
     "LocalStorage",
@@ -51,6 +52,8 @@ __all__ = [
     "async_save",
     "data",
     "errors",
+    "flat",
+    "flat_pieces",
     "load",
     "open",
     "per_rank",
@@ -64,6 +67,7 @@ _HOMES = {
     "Checkpointer": "keepstep.checkpointer",
     "Coordinates": "keepstep.state",
     "Every": "keepstep.checkpointer",
+    "FlatPiece": "keepstep.state",
     "Keep": "keepstep.commit.retention",
     "LoadReport": "keepstep.checkpointer",
     "LocalStorage": "keepstep.storage.local",
@@ -76,6 +80,8 @@ _HOMES = {
     "TrainState": "keepstep.state",
     "__version__": "keepstep.format.manifest",
     "async_save": "keepstep.checkpointer",
+    "flat": "keepstep.state",
+    "flat_pieces": "keepstep.state",
     "load": "keepstep.checkpointer",
     "open": "keepstep.checkpointer",
     "per_rank": "keepstep.state",

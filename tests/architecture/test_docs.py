@@ -49,6 +49,7 @@ def test_links_lead_somewhere(page):
         "README.md",
         pytest.param("docs/background-saves.md", marks=pytest.mark.slow),
         pytest.param("docs/data.md", marks=pytest.mark.slow),
+        pytest.param("docs/flat-buffers.md", marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_a_page_runs(page, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import CorruptError
-from keepstep.format.box import Box, check_partition
+from keepstep.format.box import Box, check_partition, range_boxes
 
 
 def indices(box: Box) -> set[tuple[int, ...]]:
@@ -140,3 +140,25 @@ def test_thousands_of_shards_are_checked_in_time_that_grows_with_their_number():
         small = min(seconds(max(rows // 4, 1), max(columns // 4, 1)) for _ in range(3))
         assert seconds(rows, columns) < 10 * max(small, 0.002)
     assert seconds(64, 64) < 1
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
+def test_a_range_is_a_few_boxes_in_order(shape, data):
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    start = data.draw(st.integers(0, whole.size))
+    stop = data.draw(st.integers(start, whole.size))
+    boxes = range_boxes(shape, start, stop)
+    runs = [whole[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))].ravel() for b in boxes]
+    assert [int(i) for run in runs for i in run] == list(range(start, stop))
+    assert all(run.size for run in runs)
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_a_range_of_nothing_and_of_all():
+    assert range_boxes((3, 4), 5, 5) == []
+    assert range_boxes((0, 4), 0, 0) == []
+    assert range_boxes((), 0, 1) == [Box((), ())]
+    assert range_boxes((3, 4, 5), 0, 60) == [Box((0, 0, 0), (3, 4, 5))]
+    assert range_boxes((3, 4, 5), 20, 60) == [Box((1, 0, 0), (2, 4, 5))]
+    assert range_boxes((3, 4, 5), 24, 27) == [Box((1, 0, 4), (1, 1, 1)), Box((1, 1, 0), (1, 1, 2))]

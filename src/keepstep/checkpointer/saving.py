@@ -201,7 +201,8 @@ def planned_files(
             extras[name] = data
             described.append(Extra(name, "uint8", (len(data),)))
     stored, index, known = agreed.plan.stored, agreed.live_index, agreed.plan.files
-    return rank_files(stored, rank, live_index=index, extras=tuple(described), known=known), extras
+    extra, own = tuple(described), snapshot.structure
+    return rank_files(stored, rank, live_index=index, extras=extra, known=known, own=own), extras
 
 
 def order_of(snapshot: Snapshot, agreed: Agreement, attempt: Attempt, world: int) -> Order:

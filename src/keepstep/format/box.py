@@ -8,7 +8,7 @@ import msgspec
 
 from keepstep.errors import CorruptError
 
-__all__ = ["Box", "check_partition", "whole"]
+__all__ = ["Box", "check_partition", "range_boxes", "whole"]
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,6 +54,32 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that covers all of a tensor with this global shape."""
     return Box((0,) * len(shape), shape)
+
+
+def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Boxes that hold elements [start, stop) of a tensor of this shape, counted row by row, in that order.
+
+    Each is one run of those elements. At most ``2 * len(shape) - 1`` boxes, for example the end of one row, whole rows
+    and the beginning of another; one box where the range is whole rows or lies in a row.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _in_row(first, range_boxes(shape[1:], head, tail))
+    found = _in_row(first, range_boxes(shape[1:], head, row)) if head else []
+    first += bool(head)
+    if first < last:
+        zero = (0,) * (len(shape) - 1)
+        found.append(Box((first, *zero), (last - first, *shape[1:])))
+    return [*found, *_in_row(last, range_boxes(shape[1:], 0, tail))]
+
+
+def _in_row(index: int, boxes: list[Box]) -> list[Box]:
+    return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes]
 
 
 def check_partition(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:

@@ -152,6 +152,7 @@ def rank_files(
     live_index: dict[str, int] | None,
     extras: tuple[Extra, ...],
     known: tuple[FilePlan, ...] = (),
+    own: Structure | None = None,
 ) -> tuple[FilePlan, ...]:
     """The files that ``rank`` writes, in the order of the state's folders, the state file last.
 
@@ -161,6 +162,7 @@ def rank_files(
         live_index: from key to index in the rank's own structure; None when the two have the same order.
         extras: what goes into this rank's state file besides tensors of the structure.
         known: the files of the save before, when the structure is the same: only the state file is planned anew.
+        own: the structure as the rank itself sees it: of the boxes it lists, some may be written by others.
     """
     meshes = list(stored.meshes)
     held = [parts(layout, meshes, rank) for layout in stored.layouts]
@@ -170,7 +172,10 @@ def rank_files(
             live = index if live_index is None else live_index[spec.key]
             shape = stored.layouts[spec.layout].shape
             items = pending.setdefault(spec.folder, [])
-            for piece, part in enumerate(held[spec.layout]):
+            here = None if own is None else own.layouts[own.tensors[live].layout].boxes
+            at = None if here is None else {box: piece for piece, (_, box) in enumerate(here)}
+            for number, part in enumerate(held[spec.layout]):
+                piece = number if at is None else at[part.box]
                 items.append((-ITEM_BYTES[spec.dtype], spec.dtype, spec.key, shape, live, piece, part))
     for extra in extras:
         part = Part(Box((0,) * len(extra.shape), extra.shape), ())

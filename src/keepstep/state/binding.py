@@ -17,7 +17,7 @@ import torch
 from keepstep.errors import CheckpointError, MismatchError, UsageError
 from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
-from keepstep.state.marks import PerRank, Sharded
+from keepstep.state.marks import Flat, PerRank, Sharded
 from keepstep.state.memory import host
 from keepstep.state.report import ComponentReport, Origin
 from keepstep.state.shard import LayoutTable, torch_dtype, writable
@@ -65,7 +65,7 @@ class TreeBinder(ABC):
     _claimed: dict[Any, str] = field(default_factory=dict)
     _held: dict[int, list[Part]] = field(default_factory=dict)
     _report: ComponentReport = field(default_factory=ComponentReport)
-    _casts: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _casts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def bind_component(self, name: str, node: Any) -> None:
         """Binds one component of the state to its saved tree; changes nothing yet."""
@@ -149,6 +149,8 @@ class TreeBinder(ABC):
         if type(target) is dict or type(target) in (OrderedDict, defaultdict):
             if isinstance(node, dict):
                 return self._bind_dict(target, node, path)
+        elif type(target) is Flat and isinstance(node, dict):
+            return self._bind_dict(target, self._held_of(target, node, path), path)
         elif type(target) is list and type(node) is list:
             return self._bind_list(target, node, path)
         elif type(target) in (tuple, deque) and type(node) is type(target):
@@ -172,6 +174,13 @@ class TreeBinder(ABC):
 
         self._then(finish)
         return target
+
+    def _held_of(self, target: Flat, node: dict[Any, Any], path: str) -> dict[Any, Any]:
+        """The saved parameters of which this rank's flat buffers hold something; others belong to other ranks."""
+        for key in node:
+            if key not in target.names:
+                self._surplus(join(path, key), "in the checkpoint, not among the parameters of the target's flat buffer")
+        return {key: item for key, item in node.items() if key in target}
 
     def _bind_list(self, target: list[Any], node: list[Any], path: str) -> Any:
         kept = [
@@ -229,8 +238,10 @@ class TreeBinder(ABC):
                 if self._add(path, place(node), node, fresh=True):
                     self._report.restored += 1
                 return node
-            like = target if isinstance(target, torch.Tensor) else None
+            like = target if isinstance(target, torch.Tensor | Sharded) else None
             return self._bind_tensor(ABSENT if like is None else like, node, path, fresh=True)
+        if type(target) is Flat and isinstance(node, dict):
+            node = self._held_of(target, node, path)
         if type(node) in (dict, OrderedDict, defaultdict):
             items = ((k, self._plain(v, join(path, k), child(target, k), place)) for k, v in node.items())
             return defaultdict(node.default_factory, items) if type(node) is defaultdict else type(node)(items)
@@ -252,6 +263,9 @@ class TreeBinder(ABC):
                 self.mismatches.append(f"{path}: a {type(target).__name__} in the target, a tensor in the checkpoint")
             elif self._add(path, host(ref), ref, fresh=True):
                 self._report.restored += 1
+            return ref
+        if fresh and type(target) is Sharded:
+            self._report.restored += self._add(path, target.empty_like(torch_dtype(ref.dtype)), ref, fresh=True)
             return ref
         if fresh:
             made = torch.empty_like(target, dtype=torch_dtype(ref.dtype)) if tuple(target.shape) == ref.shape else None
@@ -279,7 +293,8 @@ class TreeBinder(ABC):
                     f"{path}: saved as {ref.dtype}, the target is {shard.dtype} (cast=True converts)"
                 )
                 return False
-            temporary = torch.empty_like(target, dtype=torch_dtype(ref.dtype))
+            dtype = torch_dtype(ref.dtype)
+            temporary = target.empty_like(dtype) if type(target) is Sharded else torch.empty_like(target, dtype=dtype)
             self._casts[path] = (target, temporary)
             self._report.cast.append(path)
             shard = self.table.describe(temporary)

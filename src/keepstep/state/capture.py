@@ -26,7 +26,7 @@ from keepstep.format.manifest import STATE_FOLDER, Component, safe_folder
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, encode, join
 from keepstep.state.choice import rank_ref
 from keepstep.state.fence import has_hook
-from keepstep.state.marks import PerRank, Sharded
+from keepstep.state.marks import Flat, PerRank, Sharded
 from keepstep.state.memory import pointer
 from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import optimizer_state
@@ -209,7 +209,7 @@ class Collector:
 
     def _container(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind is dict:
+        if kind is dict or kind is Flat:
             return {
                 key: item if type(item) in _PLAIN else self.visit(item, join(path, key)) for key, item in value.items()
             }

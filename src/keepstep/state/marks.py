@@ -11,7 +11,7 @@ import torch
 
 from keepstep.errors import UsageError
 
-__all__ = ["RULES", "Coordinates", "PerRank", "Rule", "Scope", "Sharded", "per_rank", "sharded"]
+__all__ = ["RULES", "Coordinates", "Flat", "PerRank", "Rule", "Scope", "Sharded", "per_rank", "sharded"]
 
 RULES = ("error", "same_rank", "derive")
 
@@ -88,11 +88,60 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A local tensor that is one box of a global one. Made by ``sharded``."""
+    """Local tensors that are boxes of one global tensor. Made by ``sharded``, with one box, and ``flat``.
 
-    local: torch.Tensor
+    ``locals`` holds at least one tensor; ``offsets`` says of each where its box begins, in elements.
+    """
+
+    locals: tuple[torch.Tensor, ...]
     global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The local tensor, of which there is one unless this is a part of a flat buffer; else the first."""
+        return self.locals[0]
+
+    def empty_like(self, dtype: torch.dtype) -> Sharded:
+        """The same boxes in new memory."""
+        made = tuple(torch.empty_like(local, dtype=dtype) for local in self.locals)
+        return Sharded(made, self.global_shape, self.offsets)
+
+    def copy_(self, other: Sharded) -> None:
+        """Takes the elements of another one with the same boxes, converted where the dtype differs."""
+        for local, source in zip(self.locals, other.locals, strict=True):
+            local.copy_(source)
+
+
+class Flat(dict[str, Any]):
+    """What this rank holds of flat buffers, by parameter name. Made by ``flat``.
+
+    ``names`` are those of all parameters, also of those that have no element in the buffers of this rank.
+    """
+
+    __slots__ = ("names",)
+
+    def __init__(self, held: Mapping[str, Any], names: frozenset[str]) -> None:
+        super().__init__(held)
+        self.names = names
+
+    def copy_(self, values: Mapping[str, Any]) -> None:
+        """Fills the buffers from what a ``load_state_dict`` was given for them.
+
+        Raises:
+            UsageError: lists the parameters that are missing, and those that are not held here.
+        """
+        if values.keys() != self.keys():
+            raise UsageError(
+                f"values for other parameters than the buffers hold: {sorted(values.keys() ^ self.keys())}"
+            )
+        with torch.no_grad():
+            for name, held in self.items():
+                if isinstance(held, dict):
+                    for kind, part in held.items():
+                        part.copy_(values[name][kind])
+                else:
+                    held.copy_(values[name])
 
 
 def per_rank(
@@ -163,4 +212,4 @@ def sharded(local: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequen
         raise UsageError(
             f"a shard of shape {tuple(local.shape)} at {start} does not fit into a tensor of shape {shape}"
         )
-    return Sharded(local, shape, start)
+    return Sharded((local,), shape, (start,))

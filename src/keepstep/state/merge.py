@@ -107,7 +107,9 @@ def _joinable(having: Ranked) -> bool:
 
 def _only_tensors(having: Ranked) -> bool:
     """Whether what some ranks lack is tensors alone: those have a layout that says who holds them."""
-    return all(type(tree) is TensorRef for _, tree in having)
+    inside = [(ranks, item) for ranks, tree in having if type(tree) is dict for item in tree.values()]
+    others = [tree for _, tree in having if type(tree) is not dict or not tree]
+    return all(type(tree) is TensorRef for tree in others) and (not inside or _only_tensors(inside))
 
 
 def _same(a: Any, b: Any) -> bool:

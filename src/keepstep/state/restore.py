@@ -19,7 +19,7 @@ from keepstep.state.binding import Place, TreeBinder
 from keepstep.state.capture import names_of, wrapped
 from keepstep.state.memory import fits, pointer, state_like
 from keepstep.state.module import is_extra_state, module_state, passing_hint, restore_module, unwrap
-from keepstep.state.optimizer import OptimizerView, apply_groups, load_packed, match_groups, set_state
+from keepstep.state.optimizer import OptimizerView, apply_groups, at_names, load_packed, match_groups, set_state
 from keepstep.state.report import ComponentReport
 from keepstep.state.rng import GENERATOR, RngStreams, stream_for
 from keepstep.state.values import ABSENT, is_live
@@ -60,8 +60,6 @@ class Binder(TreeBinder):
             return self._bind_accumulation(target, node.tree, path)
         if node.kind == GENERATOR:
             return self._bind_stream(target, node, path)
-        if node.kind == "optimizer" and isinstance(target, dict):
-            return self._bind(target, node.tree, path)
         if hasattr(target, "load_state_dict"):
             live = target.state_dict() if is_live(node.tree) and hasattr(target, "state_dict") else ABSENT
             tree = self._plain(node.tree, path, live)
@@ -70,7 +68,7 @@ class Binder(TreeBinder):
                 self._report.reset.extend(f"{path}: {text}" for text in target.lacking(node.tree))
             self._then(lambda: target.load_state_dict(self.value_of(tree)))
             return target
-        if node.kind == "module" and isinstance(target, dict):
+        if node.kind in ("module", "optimizer") and isinstance(target, dict):
             return self._bind(target, node.tree, path)
         if target is ABSENT or isinstance(target, dict):
             return self._plain(node.tree, path)
@@ -138,6 +136,7 @@ class Binder(TreeBinder):
 
     def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
         view = OptimizerView(optimizer, names_of(self.state))
+        tree = at_names(tree, list(view.parameters))
         below = join(path, "state")
         fields, problems = match_groups(view, tree["param_groups"], path)
         self.mismatches.extend(problems)

@@ -79,8 +79,8 @@ class LayoutTable:
         """
         if type(tensor) is Sharded:
             dtype = check_storable(tensor.local)
-            box = (tensor.offsets, tuple(tensor.local.shape))
-            return self._listed([tensor.local.detach()], tensor.global_shape, [box], dtype)
+            boxes = [(at, tuple(local.shape)) for at, local in zip(tensor.offsets, tensor.locals, strict=True)]
+            return self._listed([local.detach() for local in tensor.locals], tensor.global_shape, boxes, dtype)
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             if type(tensor).__name__ == "DTensor":
                 return self._dtensor(tensor)

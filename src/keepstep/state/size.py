@@ -36,7 +36,7 @@ def _bytes_of(value: Any, seen: set[int], world: int) -> float:
         seen.add(id(value))
         return _tensor_bytes(value, world)
     if isinstance(value, Sharded):
-        return float(value.local.nbytes)
+        return float(sum(local.nbytes for local in value.locals))
     if isinstance(value, nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         return sum(_bytes_of(tensor, seen, world) for tensor in tensors)

@@ -11,7 +11,7 @@ import torch
 
 from keepstep.errors import CorruptError
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, join
-from keepstep.state.marks import Sharded
+from keepstep.state.marks import Flat, Sharded
 from keepstep.state.rng import GENERATOR, is_generator, new_generator
 from keepstep.state.shard import torch_dtype
 
@@ -108,7 +108,7 @@ def objects_in(target: Any, path: str) -> list[tuple[str, str]]:
     if isinstance(target, torch.Tensor | Sharded | torch.nn.Module | torch.optim.Optimizer) or is_generator(target):
         return [(path, type(target).__name__)]
     items: Any = ()
-    if type(target) in (dict, OrderedDict, defaultdict):
+    if type(target) in (dict, OrderedDict, defaultdict, Flat):
         items = target.items()
     elif type(target) in (list, tuple, deque):
         items = enumerate(target)
