@@ -13,7 +13,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.format.objects import TensorRef
 
-__all__ = ["OptimizerView", "optimizer_state"]
+__all__ = ["OptimizerView", "at_names", "optimizer_state"]
 
 
 class OptimizerView:
@@ -79,6 +79,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
         groups.append({"params": here, **group})
     rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     return {"state": state, "param_groups": groups, **rest}
+
+
+def at_names(tree: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """A state_dict of an optimizer with names for the positions that torch's own has; the same one where it has no such.
+
+    ``names`` are those of all parameters, in the order of the groups.
+    """
+    numbers = [number for group in tree["param_groups"] for number in group["params"]]
+    if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(names))):
+        return tree
+    state = {names[key] if type(key) is int and key < len(names) else key: value for key, value in tree["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in tree["param_groups"]]
+    return {**tree, "state": state, "param_groups": groups}
 
 
 def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) -> tuple[list[dict[str, Any]], list[str]]:
