@@ -295,7 +295,9 @@ def test_a_saved_state_that_nobody_takes_is_an_error(tmp_path):
     fresh = network(1)
     before = copy.deepcopy(fresh.state_dict())
     restored = torch.optim.AdamW([fresh[0].weight])
-    with pytest.raises(ks.errors.MismatchError, match=r"optimizer/state/2\.weight: a parameter of the checkpoint's groups"):
+    with pytest.raises(
+        ks.errors.MismatchError, match=r"optimizer/state/2\.weight: a parameter of the checkpoint's groups"
+    ):
         ks.load(tmp_path / "s", {"model": fresh, "optimizer": restored})
     assert not restored.state
     assert_same(dict(fresh.state_dict()), dict(before))

@@ -11,8 +11,9 @@ import torch
 from keepstep.checkpointer.foreign import FOREIGN, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import ClosedError, StepNotFoundError
-from keepstep.format.box import whole
-from keepstep.format.layout import Want
+from keepstep.format.box import Box, whole
+from keepstep.format.dtypes import ITEM_BYTES
+from keepstep.format.layout import TensorSpec, Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
@@ -57,15 +58,48 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
             StepNotFoundError: there is no such key; KeyError is not raised, the message lists close ones.
             CorruptError: its bytes are not what was written.
         """
+        return self._read(*self._found(key))
+
+    def parts(self, key: str, most_bytes: int) -> Iterator[torch.Tensor]:
+        """The tensor of that key in parts of at most so many bytes, each of one dimension, in row-major order.
+
+        What is held at once is one part; blocks that two parts share are read for both.
+
+        Raises:
+            StepNotFoundError, CorruptError: as for the whole tensor.
+        """
+        spec, shape = self._found(key)
+        most = max(1, most_bytes // ITEM_BYTES[spec.dtype])
+        for box in _cut(shape, most):
+            yield self._read(spec, box).flatten()
+
+    def spec(self, key: str) -> TensorSpec:
+        """Dtype, layout and folder of the tensor of that key, under the key it is stored as; reads nothing.
+
+        Raises:
+            StepNotFoundError: there is no such key.
+        """
+        return self._found(key)[0]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The global shape of the tensor of that key; reads nothing.
+
+        Raises:
+            StepNotFoundError: there is no such key.
+        """
+        return self._found(key)[1].sizes
+
+    def _found(self, key: str) -> tuple[TensorSpec, Box]:
         self._check_open()
-        stored = self.manifest.aliases.get(key, key)
-        spec = self._specs.get(stored)
+        spec = self._specs.get(self.manifest.aliases.get(key, key))
         if spec is None:
             near = [known for known in self if known.rpartition("/")[2] == key.rpartition("/")[2]][:5]
             raise NoSuchKeyError(f"no tensor {key!r} in {self._storage.url}; {len(self)} keys, near it: {near}")
-        shape = self._structure.layouts[spec.layout].shape
-        target = torch.empty(shape, dtype=torch_dtype(spec.dtype), device="cpu")
-        want = Want(stored, whole(shape))
+        return spec, whole(self._structure.layouts[spec.layout].shape)
+
+    def _read(self, spec: TensorSpec, box: Box) -> torch.Tensor:
+        target = torch.empty(box.sizes, dtype=torch_dtype(spec.dtype), device="cpu")
+        want = Want(spec.key, box)
         pieces = find_pieces(self._structure, [want], -1)
         read_pieces(self._storage, self.manifest, pieces, wants=[want], targets=[target])
         return target
@@ -91,6 +125,11 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
     def step(self) -> int:
         """The step."""
         return self.manifest.step
+
+    def tree_of(self, rank: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All plain values as saved, with references for tensors; and those that this rank has of its own, by key."""
+        self._check_open()
+        return read_trees(self._storage, self.manifest, rank)
 
     def values_of(self, component: str) -> Any:
         """The saved tree of a component: its plain values, with tensors read where they stand.
@@ -140,6 +179,20 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self._storage.url} was closed")
+
+
+def _cut(box: Box, most: int) -> Iterator[Box]:
+    """The box in runs of at most so many elements, in row-major order; nothing of an empty one."""
+    if box.elements <= most:
+        if box.elements:
+            yield box
+        return
+    dim = next(d for d, size in enumerate(box.sizes) if size > 1)
+    length = max(1, most * box.sizes[dim] // box.elements)
+    for start in range(0, box.sizes[dim], length):
+        at, size = box.offsets[dim] + start, min(length, box.sizes[dim] - start)
+        offsets = (*box.offsets[:dim], at, *box.offsets[dim + 1 :])
+        yield from _cut(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), most)
 
 
 class NoSuchKeyError(StepNotFoundError, KeyError):

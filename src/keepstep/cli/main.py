@@ -23,6 +23,7 @@ from keepstep.cli.copying import copy_steps
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.exporting import export_step, import_model
 from keepstep.cli.listing import print_listing, read_listing
+from keepstep.cli.looking import diff_steps, print_key
 from keepstep.cli.places import folder_at, is_step, name_of, root_at, step_at
 from keepstep.cli.pruning import pin, prune_steps, unpin
 from keepstep.cli.repairing import repair_run
@@ -154,6 +155,8 @@ def show_stats(
         print_stats(stats, _console())
 
 
+app.command("cat")(print_key)
+app.command("diff")(diff_steps)
 app.command("convert")(convert_step)
 app.command("cp")(copy_steps)
 app.command("drill")(drill_script)

@@ -18,7 +18,7 @@ from keepstep.errors import StepNotFoundError
 from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.storage.base import Storage
 
-__all__ = ["StepResult", "Verification", "print_result", "verify_root", "verify_step"]
+__all__ = ["StepResult", "Verification", "bar_of", "print_result", "verify_root", "verify_step"]
 
 SHOWN = 5
 
@@ -129,7 +129,7 @@ def print_result(verification: Verification, console: Console) -> None:
 
 def _run(storage: Storage, name: str, errors: Console) -> StepResult:
     verified = Verified(None)
-    with _bar(errors) as bar:
+    with bar_of(errors) as bar:
         task = bar.add_task(safe(name), total=None)
         for verified in verify(storage):
             bar.update(task, completed=verified.bytes, total=verified.total_bytes)
@@ -145,7 +145,8 @@ def _run(storage: Storage, name: str, errors: Console) -> StepResult:
     )
 
 
-def _bar(errors: Console) -> Progress:
+def bar_of(errors: Console) -> Progress:
+    """A bar of bytes that goes away at its end; nothing where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
