@@ -128,3 +128,31 @@ def test_a_state_that_changes_while_it_is_sent_is_not_committed():
         ks.save(storage, state)
     assert "Nothing was committed" in str(caught.value)
     assert not [name for name, _ in storage.list("") if name.endswith(".metadata")]
+
+
+@pytest.mark.parametrize(("spoilt", "loads"), [(1, True), (2, False)])
+@pytest.mark.parametrize("request_bytes", [REQUEST, 0])
+def test_a_block_that_was_spoilt_on_the_way_is_asked_for_once_more(spoilt, loads, request_bytes):
+    """Over a wire, once: what is wrong at the store stays wrong. On a disk there is no way."""
+    storage, state = Far(), {"model": tensors(300, 20)}
+    storage.request_bytes = request_bytes
+    ks.save(storage, state)
+    real, left = Counted.read_into, [spoilt]
+
+    def read_into(blob, offset, buffer):
+        real(blob, offset, buffer)
+        if blob.name.startswith("model") and len(buffer) > 4096 and left[0]:
+            left[0] -= 1
+            buffer[0] ^= 1
+
+    target = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counted, "read_into", read_into)
+        if loads and request_bytes:
+            ks.load(storage, target)
+            assert all(torch.equal(target["model"][key], value) for key, value in state["model"].items())
+            again = storage.data_of("model")[-1]
+            assert again[2] <= 1 << 16, "one block"
+        else:
+            with pytest.raises(CorruptError, match=r"model/rank-00000.*block at byte"):
+                ks.load(storage, target)

@@ -27,7 +27,7 @@ from keepstep.format.shardfile import Entry, ShardHeader, digest, header_bytes, 
 from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
 
-__all__ = ["READER_THREADS", "ShardFile", "copy_box", "open_shard", "read_named", "read_pieces"]
+__all__ = ["READER_THREADS", "ShardFile", "copy_box", "open_shard", "read_named", "read_pieces", "read_proved"]
 
 READER_THREADS = min(4, max(2, os.cpu_count() or 2))
 CHUNK_BYTES = 1 << 22
@@ -301,13 +301,13 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
     length = task.stop - task.start
     if task.target:
         view = memoryview((ctypes.c_char * length).from_address(task.target)).cast("B")
-        _read_proved(task, view)
+        read_proved(task.file, task.start, view)
         return
     if scratch[0].numel() < length:
         scratch[0] = torch.empty(max(length, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
     buffer = scratch[0][:length]
     address = buffer.data_ptr()
-    _read_proved(task, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
+    read_proved(task.file, task.start, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))
     for read in task.reads:
         target = targets[read.want]
         skip = read.start - task.start
@@ -323,23 +323,39 @@ def _perform(task: _Task, wants: list[Want], targets: list[torch.Tensor], scratc
             flat[read.at : read.at + read.stop - read.start].copy_(buffer[skip : skip + read.stop - read.start])
 
 
-def _read_proved(task: _Task, view: memoryview) -> None:
-    """Reads whole blocks and compares each with its digest, on a disk while it is still in the processor's cache."""
-    header, block = task.file.header, task.file.header.block_bytes
-    piece = max(task.file.request_bytes or PIECE_BYTES, block)
-    for start in range(0, len(view), piece):
-        part = view[start : start + piece]
-        task.file.blob.read_into(header.data_offset + task.start + start, part)
-        if not task.file.sealed:
+def read_proved(file: ShardFile, start: int, view: memoryview, *, there: bool = False) -> None:
+    """Reads whole blocks and compares each with its digest, on a disk while it is still in the processor's cache.
+
+    A block that has come over a wire and does not match is asked for once more: it may have been spoilt on the way.
+
+    Args:
+        file: the open file.
+        start: the first byte of its data, where a block begins.
+        view: what is filled.
+        there: the bytes are in ``view`` already, and are only compared.
+
+    Raises:
+        CorruptError: a block is not what was written.
+    """
+    header, block = file.header, file.header.block_bytes
+    piece = max(file.request_bytes or PIECE_BYTES, block)
+    for done in range(0, len(view), piece):
+        part, offset = view[done : done + piece], header.data_offset + start + done
+        if not there:
+            file.blob.read_into(offset, part)
+        if not file.sealed:
             continue
-        first = (task.start + start) // block
+        first = (start + done) // block
         expected = header.digests[first : first + -(-len(part) // block)].tolist()
         for index, at in enumerate(range(0, len(part), block)):
-            if digest(part[at : at + block]) != expected[index]:
-                where = header.data_offset + (first + index) * block
-                raise CorruptError(
-                    f"{task.file.name}: the {block // 1024} KiB block at byte {where:,} does not match its digest"
-                )
+            one = part[at : at + block]
+            good = digest(one) == expected[index]
+            if not good and file.request_bytes and not there:
+                file.blob.read_into(offset + at, one)
+                good = digest(one) == expected[index]
+            if not good:
+                where = f"the {block // 1024} KiB block at byte {offset + at:,}"
+                raise CorruptError(f"{file.name}: {where} does not match its digest")
 
 
 def copy_box(buffer: torch.Tensor, read: Read, want: Want, target: torch.Tensor) -> None:

@@ -24,8 +24,8 @@ import torch
 from keepstep.errors import CorruptError
 from keepstep.format.layout import Want
 from keepstep.format.manifest import FileRecord, Manifest, file_name
-from keepstep.format.shardfile import MAX_HEADER_BYTES, digest
-from keepstep.move.reader import ShardFile, copy_box, open_shard
+from keepstep.format.shardfile import MAX_HEADER_BYTES
+from keepstep.move.reader import ShardFile, copy_box, open_shard, read_proved
 from keepstep.plan.load_plan import Piece, Read, find_pieces, plan_reads
 from keepstep.plan.share_plan import Extent, Needs, Team, clip, make_teams, rounds, segments
 from keepstep.ranks import Exchange
@@ -264,20 +264,7 @@ class _Blocks(_Readable):
 
     def read(self, extent: Extent, view: memoryview) -> None:
         """Reads whole blocks, and proves them."""
-        shard = self.shards[extent.file]
-        shard.blob.read_into(shard.header.data_offset + extent.start, view)
-        _prove(shard, extent.start, view)
-
-
-def _prove(shard: ShardFile, start: int, view: memoryview) -> None:
-    block = shard.header.block_bytes
-    expected = shard.header.digests[start // block : -(-(start + len(view)) // block)].tolist()
-    for index, at in enumerate(range(0, len(view), block)):
-        if digest(view[at : at + block]) != expected[index]:
-            where = shard.header.data_offset + start + at
-            raise CorruptError(
-                f"{shard.name}: the {block // 1024} KiB block at byte {where:,} does not match its digest"
-            )
+        read_proved(self.shards[extent.file], extent.start, view)
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
@@ -367,7 +354,7 @@ def _place(source: _Source, some: _Given, *, wants: list[Want], targets: list[to
     """Puts bytes of a file wherever they are wanted here; returns how many bytes of targets they fill."""
     start, stop = some.extent.start, some.extent.stop
     if not some.proved:
-        _prove(source.shard, start, some.data.numpy().data)
+        read_proved(source.shard, start, some.data.numpy().data, there=True)
     address, filled = some.data.data_ptr(), 0
     for wide in source.between(start, stop):
         target = targets[wide.want]
