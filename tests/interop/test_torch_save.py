@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import keepstep as ks
+from keepstep.cli.main import app
 from keepstep.errors import (
     CorruptError,
     MismatchError,
@@ -246,3 +248,26 @@ def test_the_old_format_of_a_file_is_read(tmp_path):
     export(show_file(tmp_path / "old.pt"), tmp_path / "new.pt")
     assert_same(torch.load(tmp_path / "new.pt", weights_only=True)["model"], state["model"])
     assert not list(proving(tmp_path / "old.pt"))
+
+
+def convert(*args, status=0):
+    result = CliRunner().invoke(app, ["convert", *map(str, args)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_convert_goes_both_ways(file, tmp_path):
+    facts = json.loads(convert(file, tmp_path / "step", "--check", "--json"))
+    assert (facts["read"], facts["made"], facts["problems"]) == ("torch", "keepstep", [])
+    facts = json.loads(convert(tmp_path / "step", tmp_path / "back.pt", "--to", "torch", "--check", "--json"))
+    assert (facts["read"], facts["made"], facts["problems"]) == ("keepstep", "torch", [])
+    before, after = (torch.load(path, weights_only=True) for path in (file, tmp_path / "back.pt"))
+    assert_same(after, before)
+    convert(file, tmp_path / "dcp", "--to", "dcp", "--only", "model", "--only", "epoch")
+    convert(tmp_path / "dcp", tmp_path / "three.pt", "--to", "torch")
+    assert_same(dict(torch.load(tmp_path / "three.pt", weights_only=True)["model"]), dict(before["model"]))
+    assert "is there already" in convert(tmp_path / "dcp", tmp_path / "three.pt", "--to", "torch", status=4)
+    convert(tmp_path / "dcp", tmp_path / "three.pt", "--to", "torch", "--only", "epoch", "--overwrite")
+    assert torch.load(tmp_path / "three.pt", weights_only=True) == {"epoch": 7}
+    assert "has model, optimizer" in convert(file, tmp_path / "e", "--only", "y", status=2)
+    assert "--to dcp" in convert(file, tmp_path / "e", "--to", "torch", status=2)

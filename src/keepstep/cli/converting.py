@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -25,7 +26,7 @@ from keepstep.storage.local import storage_of
 __all__ = ["Conversion", "convert_step"]
 
 SHOWN = 5
-FORMATS = ("keepstep", "dcp")
+FORMATS = ("keepstep", "dcp", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ def convert_step(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A step, or what another program has saved.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="The folder or URL that is to have it.")],
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="keepstep or dcp; without it a foreign SRC is a step.")
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="keepstep, dcp or torch; without it a foreign SRC is a step."),
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="This component; may be given several times.")
@@ -60,33 +62,29 @@ def convert_step(
     check: Annotated[bool, typer.Option("--check", help="Read every byte at DST again afterwards.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")] = False,
 ) -> None:
-    """Convert a DCP checkpoint of torch to a step, or a step to a DCP checkpoint. Nothing at SRC is changed.
+    """Convert a DCP checkpoint, a torch.save file or safetensors to a step, or a step to one. Nothing at SRC is changed.
 
     Bytes pass through the memory of a few chunks, and are proved on their way. DST is complete at the end, or not there.
     """
     began = time.monotonic()
-    place = folder_at(source)
-    kind, raw = _kind_of(place)
+    wanted = tuple(only or ())
+    kind, step = _opened(source, wanted)
     made = to or ("keepstep" if kind != "keepstep" else "")
     if made not in FORMATS or made == kind:
         others = " or ".join(f"--to {name}" for name in FORMATS if name != kind)
-        raise UsageError(f"{place.url} is in the format {kind}: say what to make of it, {others}. Nothing was written")
-    goal = storage_of(target)
-    wanted = tuple(only or ())
-    if kind == "dcp":
-        tensors, size, going = _from_dcp(place, raw, goal, wanted, overwrite=overwrite)
-    else:
-        tensors, size, going = _to_dcp(place, goal, wanted, overwrite=overwrite)
+        raise UsageError(f"{step.url} is in the format {kind}: say what to make of it, {others}. Nothing was written")
+    goal = target if made == "torch" else storage_of(target).url
+    tensors, size, going = _going(step, source, (made, target), wanted, overwrite=overwrite)
     problems: tuple[Problem, ...] = ()
     with _bar() as bar, contextlib.closing(going):
         task = bar.add_task("convert", total=size)
         for done in going:
             bar.update(task, completed=done)
         if check:
-            problems = _read_again(goal, made, bar)
+            problems = _read_again(target, made, bar)
     facts = Conversion(
-        place.url,
-        goal.url,
+        step.url,
+        goal,
         kind,
         made,
         tensors,
@@ -103,52 +101,97 @@ def convert_step(
     raise typer.Exit(facts.exit_status)
 
 
-def _kind_of(place: Storage) -> tuple[str, bytes]:
-    """The format of what is at a place, and its metadata.
+def _opened(source: str, only: tuple[str, ...]) -> tuple[str, Storage]:
+    """The format of what is at a place, and all of it as a step.
 
     Raises:
         StepNotFoundError: there is nothing that is known.
     """
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".safetensors":
+        from keepstep.interop.torch_save import show_file
+
+        return "torch", show_file(path, only=only)
+    place = folder_at(str(path.parent) if path.is_file() else source)
     try:
-        raw = read_blob(place, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        raw = b"" if path.is_file() else read_blob(place, MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except StorageError as err:
-        raise StepNotFoundError(
-            f"{place.url} is neither a step nor a DCP checkpoint: there is no {MANIFEST_NAME} in it ({err})"
-        ) from err
-    return ("dcp" if raw[:1] == b"\x80" else "keepstep"), raw
+        if not any(name.endswith(".safetensors") and "/" not in name for name, _ in place.list("")):
+            raise StepNotFoundError(
+                f"{place.url} is neither a step nor a DCP checkpoint: there is no {MANIFEST_NAME} in it ({err})"
+            ) from err
+        raw = b""
+    if not raw:
+        from keepstep.interop.huggingface.step import show_folder
 
-
-def _from_dcp(
-    place: Storage, raw: bytes, goal: Storage, only: tuple[str, ...], *, overwrite: bool
-) -> tuple[int, int, Generator[int]]:
-    from keepstep.interop.adopting import adopting
+        return "safetensors", show_folder(place, file=path.name if path.is_file() else "")
+    if raw[:1] != b"\x80":
+        return "keepstep", place
     from keepstep.interop.dcp.step import show_directory
 
-    step = show_directory(place, raw, only)
-    size = sum(record.data_bytes for records in step.manifest.files.values() for record in records)
-    return len(step.manifest.tensors), size, adopting(step, goal, overwrite=overwrite)
+    return "dcp", show_directory(place, raw, only)
 
 
-def _to_dcp(
-    place: Storage, goal: Storage, only: tuple[str, ...], *, overwrite: bool
+def _going(
+    step: Storage, source: str, goal: tuple[str, str], only: tuple[str, ...], *, overwrite: bool
 ) -> tuple[int, int, Generator[int]]:
-    from keepstep.interop.dcp.export import exporting
-
-    manifest = read_manifest(place)
+    """How many tensors and bytes there are, and the work itself."""
+    made, target = goal
+    manifest = read_manifest(step)
     structure = manifest.structure
     wanted = [spec for spec in structure.tensors if not only or spec.key.partition("/")[0] in only]
-    going = exporting(place, manifest, goal, only=only, overwrite=overwrite)
-    return len(wanted), sum(map(structure.tensor_bytes, wanted)), going
+    size = sum(map(structure.tensor_bytes, wanted))
+    if made == "torch":
+        return len(wanted), size, _one_file(step, target, only, overwrite=overwrite)
+    if made == "dcp":
+        from keepstep.interop.dcp.export import exporting
+
+        return len(wanted), size, exporting(step, manifest, storage_of(target), only=only, overwrite=overwrite)
+    from keepstep.interop.adopting import adopting
+    from keepstep.interop.shown import ShownStep
+
+    if not isinstance(step, ShownStep):
+        raise UsageError(f"{step.url} is a step already")
+    size = sum(record.data_bytes for records in manifest.files.values() for record in records)
+    return len(wanted), size, _proved(source, adopting(step, storage_of(target), overwrite=overwrite))
 
 
-def _read_again(goal: Storage, made: str, bar: Progress) -> tuple[Problem, ...]:
+def _proved(source: str, going: Generator[int]) -> Generator[int]:
+    """The same, once what can be told about a file by its own checksums was told."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        from keepstep.interop.torch_save import proving
+
+        for _ in proving(path):
+            yield 0
+    yield from going
+
+
+def _one_file(step: Storage, target: str, only: tuple[str, ...], *, overwrite: bool) -> Generator[int]:
+    from keepstep.interop.torch_save import export
+
+    yield 0
+    yield export(step, target, only=only or None, overwrite=overwrite).bytes
+
+
+def _read_again(target: str, made: str, bar: Progress) -> tuple[Problem, ...]:
     task = bar.add_task("read again", total=None)
+    if made == "torch":
+        from keepstep.interop.torch_save import proving
+
+        try:
+            for done in proving(target):
+                bar.update(task, completed=done)
+        except CorruptError as err:
+            return (Problem("blocks", target, str(err)),)
+        return ()
+    goal = storage_of(target)
     if made == "dcp":
         from keepstep.interop.adopting import reading
         from keepstep.interop.dcp.step import show_directory
 
         try:
-            for done, total in reading(show_directory(goal, _kind_of(goal)[1])):
+            for done, total in reading(show_directory(goal, read_blob(goal, MANIFEST_NAME, MAX_MANIFEST_BYTES))):
                 bar.update(task, completed=done, total=total)
         except CorruptError as err:
             return (Problem("blocks", goal.url, str(err)),)

@@ -62,7 +62,12 @@ class WrittenFile:
 
 
 def show_file(
-    file: str | os.PathLike[str], *, component: str = "model", names: Sequence[str] | None = None, step: int = 0
+    file: str | os.PathLike[str],
+    *,
+    component: str = "model",
+    names: Sequence[str] | None = None,
+    only: Sequence[str] = (),
+    step: int = 0,
 ) -> ShownStep:
     """The step that a file of ``torch.save`` holds; pass it wherever a step is read: ``ks.load(show_file(...), into)``.
 
@@ -75,6 +80,7 @@ def show_file(
         component: what to call what has no name.
         names: names of the model's parameters, in their order: what optimizers have by position gets these names. Without
             them it keeps its positions, by which a load finds the parameters of the optimizer that it fills.
+        only: the parts to show; all of them when it is empty.
         step: the number to show it under.
 
     Raises:
@@ -86,6 +92,10 @@ def show_file(
         raise StepNotFoundError(f"there is no file {path}")
     value = _loaded(path)
     parts = value if _is_state(value) else {component: value}
+    absent = [name for name in only if name not in parts]
+    if absent:
+        raise UsageError(f"only={', '.join(absent)}: {path} has {', '.join(parts)}")
+    parts = {name: part for name, part in parts.items() if not only or name in only}
     if names is not None:
         parts = {name: _named(part, list(names), join("", name)) for name, part in parts.items()}
     shown = ShownStep(LocalStorage(path.parent), parts, (), name=f"{_identity(path):016x}", step=step)
