@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/accelerate"))
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--accumulate", type=int, default=3)
+    parser.add_argument("--accumulate", type=int, default=4)
     options = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=options.accumulate)

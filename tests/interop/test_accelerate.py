@@ -23,20 +23,21 @@ def accelerate():
 @pytest.mark.parametrize(
     "moves",
     [
-        [{"kill_at": 6}, {"stop_at": 9}],
+        [{"kill_at": 5}, {"stop_at": 7}],
         pytest.param(
-            [{"kill_at": 6}, {"stop_at": 8}, {"stop_at": 9}, {"stop_at": 10}, {"kill_at": 22}], marks=pytest.mark.soak
+            [{"kill_at": 5}, {"stop_at": 6}, {"stop_at": 7}, {"stop_at": 8}, {"kill_at": 17}], marks=pytest.mark.soak
         ),
     ],
 )
 def test_the_example_goes_on_after_kills_and_stops(accelerate, tmp_path, moves):
-    """160 samples, 6 a batch, three batches a step: 9 steps an epoch, the last batch short."""
-    campaign(accelerate, EXAMPLE, folder=tmp_path, moves=moves)
+    """160 samples, 6 a batch, four batches a step: 7 steps an epoch, the last of three batches, the last of them short."""
+    starts = campaign(accelerate, EXAMPLE, folder=tmp_path, moves=moves)
+    assert starts[-1].steps[-1].step == 21
 
 
 @pytest.mark.soak
 def test_two_ranks_of_it_too(accelerate, tmp_path):
-    campaign(accelerate, EXAMPLE, folder=tmp_path, moves=[{"stop_at": 5}, {"kill_at": 20}], ranks=2)
+    campaign(accelerate, EXAMPLE, folder=tmp_path, moves=[{"stop_at": 5}, {"kill_at": 17}], ranks=2)
 
 
 @pytest.mark.parametrize(

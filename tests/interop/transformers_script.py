@@ -51,6 +51,14 @@ def masked(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 class Draws(TrainerCallback):
+    """Random numbers in hooks: whoever calls them once more, or once less, gets another run."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        torch.rand(1)
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        torch.rand(1)
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
         torch.rand(1)
 

@@ -109,7 +109,7 @@ class StepKeeper:
         self._batches: Batches | None = None
         self._resumed: tuple[int, int] | None = None
         self._random: dict[str, Any] = {}
-        self._at = self._fetched = 0
+        self._at = self._fetched = self._begun = 0
         self._saved = -1
         wraps: dict[str, Callable[..., Any]] = {
             "train": self._begin,
@@ -123,6 +123,8 @@ class StepKeeper:
         }
         for name, wrapped in wraps.items():
             setattr(trainer, name, partial(wrapped, getattr(trainer, name)))
+        events = trainer.callback_handler
+        events.on_epoch_begin = partial(self._epoch_begins, events.on_epoch_begin)
 
     # --- in the order in which the Trainer calls them ---
 
@@ -187,7 +189,7 @@ class StepKeeper:
         )
         self.checkpointer = Checkpointer(self._root, state, **self._options)
         report = self.checkpointer.restore()
-        self._at, self._saved, self._resumed = trainer.state.global_step, report.step, None
+        self._at, self._saved, self._begun, self._resumed = trainer.state.global_step, report.step, 0, None
         if not report.fresh and batches is not None:
             self._resumed = batches.epoch, batches.passed()
             if batches.passed() % trainer.args.gradient_accumulation_steps:
@@ -198,6 +200,17 @@ class StepKeeper:
                 )
             self._random = RngStreams().state_dict()
         return prepared
+
+    def _epoch_begins(self, own: Callable[..., Any], args: Any, state: Any, control: Any, **named: Any) -> Any:
+        """Callbacks hear of epochs that are trained; random numbers are those of before they did."""
+        self._begun += 1
+        if self._resumed is not None:
+            epoch, passed = self._resumed
+            if self._begun <= epoch:
+                return control
+            if not passed:
+                RngStreams().load_state_dict(self._random)
+        return own(args, state, control, **named)
 
     def _epoch(self, own: Callable[..., None], **call: Any) -> None:
         """One pass over the data, or what is left of it."""
@@ -218,8 +231,6 @@ class StepKeeper:
                     "steps_trained_in_current_epoch": passed,
                     "resume_from_checkpoint": _HERE,
                 }
-            else:
-                RngStreams().load_state_dict(self._random)
         if self._batches is not None:
             self._batches.set_epoch(call["epoch"])
         own(**call)
