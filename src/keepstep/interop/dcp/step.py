@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import CorruptError, UnsafeValueError, UsageError
-from keepstep.format.objects import TensorRef, join
+from keepstep.format.objects import TensorRef
 from keepstep.format.shardfile import digest
 from keepstep.interop.dcp.items import Extent, find_extent, prove, read_value
 from keepstep.interop.dcp.metadata import METADATA_NAME, Chunk, Directory, SavedTensor, parse_metadata
+from keepstep.interop.dcp.written import key_of, place
 from keepstep.interop.shown import OpenFiles, Piece, ShownStep, ShownTensor, Source
 from keepstep.storage.base import Storage
 
@@ -51,12 +52,12 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = ()) -> Sh
     try:
         for entry in directory.entries:
             if isinstance(entry, SavedTensor):
-                key = _key(entry)
+                key = key_of(entry.path)
                 pieces = tuple(
                     Piece(ranks[chunk.item.file], chunk.box, _Bytes(extents, entry, chunk)) for chunk in entry.chunks
                 )
                 tensors.append(ShownTensor(key, entry.dtype, entry.shape, pieces))
-                _place(tree, entry.path, TensorRef(key, entry.dtype, entry.shape), len(directory.entries))
+                place(tree, entry.path, TensorRef(key, entry.dtype, entry.shape), len(directory.entries))
                 continue
             try:
                 value = read_value(files.of(entry.item.file), entry)
@@ -65,7 +66,7 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = ()) -> Sh
             except CorruptError as err:
                 damaged.append(str(err))
             else:
-                _place(tree, entry.path, value, len(directory.entries))
+                place(tree, entry.path, value, len(directory.entries))
     finally:
         files.close()
     if refused:
@@ -105,30 +106,6 @@ def _ranks(directory: Directory) -> dict[str, int]:
     if all(found):
         return {name: int(match[1]) for name, match in zip(names, found, strict=True) if match}
     return {name: number for number, name in enumerate(names)}
-
-
-def _key(entry: SavedTensor) -> str:
-    key = ""
-    for part in entry.path:
-        key = join(key, part)
-    return key
-
-
-def _place(tree: dict[str, Any], path: tuple[str | int, ...], value: Any, most: int) -> None:
-    """Puts a value where it stood: text is a dictionary's key, a number a place in a list."""
-    here: Any = tree
-    for part, after in zip(path, (*path[1:], None), strict=True):
-        made: Any = value if after is None else {} if type(after) is str else []
-        if type(part) is str and isinstance(here, dict):
-            here = here.setdefault(part, made)
-        elif type(part) is int and isinstance(here, list) and 0 <= part <= most:
-            here.extend([None] * (part + 1 - len(here)))
-            here[part] = made if here[part] is None else here[part]
-            here = here[part]
-        else:
-            raise CorruptError(f"{path!r} cannot be a place in the state: {part!r} of a {type(here).__name__}")
-    if here is not value:
-        raise CorruptError(f"{path!r} stands in the state twice")
 
 
 @dataclass(slots=True)

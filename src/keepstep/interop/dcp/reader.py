@@ -1,0 +1,249 @@
+"""``Reader``: steps under ``dcp.load``, whoever wrote them: ``Writer``, ``ks.save``, or torch itself.
+
+torch asks for boxes of tensors; all that one rank asks for is read together, straight into its tensors, every block proved.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from keepstep.checkpointer.foreign import FOREIGN, show_foreign
+from keepstep.checkpointer.loading import found_manifest, read_trees
+from keepstep.errors import CorruptError, MismatchError, UsageError, listed
+from keepstep.format.box import Box
+from keepstep.format.layout import Want
+from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from keepstep.interop.dcp.writer import alone_at
+from keepstep.interop.dcp.written import NOTES_NAME, Notes, names_in, names_noted
+from keepstep.move.reader import read_pieces
+from keepstep.plan.load_plan import find_pieces
+from keepstep.state.shard import torch_dtype, writable
+from keepstep.state.values import materialise
+from keepstep.storage.base import Storage
+from keepstep.storage.local import Place, storage_of
+
+__all__ = ["Reader"]
+
+_log = logging.getLogger("keepstep")
+
+
+class Reader(StorageReader):
+    """In the place of ``FileSystemReader``. Reads steps that ``Writer`` or ``ks.save`` wrote, and torch's own directories.
+
+    Args:
+        path: the folder of the step, or a URL; ``checkpoint_id`` of a call takes its place.
+        cast: whether tensors may be converted to the dtype of the state. (torch does it without a word.)
+        strict: whether a key of the step that no rank asks for is an error; else it is logged.
+
+    Raises:
+        MismatchError: from a load, dtypes differ and ``cast`` is False; or keys that are not asked for, with ``strict``.
+            Lists all; no tensor was changed. (As all of these, inside of what torch raises.)
+        StepNotFoundError: no step is committed there.
+        CorruptError: a block is not what was written. Tensors may hold part of the step.
+    """
+
+    def __init__(self, path: Place | None = None, *, cast: bool = False, strict: bool = False) -> None:
+        self._path = path
+        self._cast = cast
+        self._strict = strict
+        self._step: _Step | None = None
+
+    @property
+    def checkpoint_id(self) -> Any:
+        """Where the next load comes from."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins anew, at another place where one is given."""
+        if checkpoint_id:
+            self._path = cast(Place, checkpoint_id)
+        self._step = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The step in torch's words: each tensor as one chunk, whatever pieces it lies in.
+
+        Raises:
+            StepNotFoundError, CorruptError: see the class.
+        """
+        if self._path is None:
+            raise UsageError("Reader() was given no path, and the call no checkpoint_id")
+        rank = kwargs.get("rank")
+        self._step = _Step(storage_of(self._path if rank is None else alone_at(self._path, int(rank))))
+        return self._step.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Takes the metadata that was read; reads it where another reader did that."""
+        if self._step is None:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are, once it is known what nobody asks for.
+
+        Raises:
+            MismatchError: see the class.
+        """
+        asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+        step = self._opened()
+        empty = {name for name, ref in step.refs.items() if 0 in ref.shape}
+        unread = [name for name in step.metadata.state_dict_metadata if name not in asked and name not in empty]
+        if unread and self._strict:
+            raise MismatchError(f"{step.storage.url} has keys that the state has not; nothing was changed:", unread)
+        if unread:
+            _log.warning("%s: not asked for, and not loaded:%s", step.storage.url, listed(unread))
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills what this rank asks for. All of it is there on return.
+
+        Raises:
+            MismatchError, CorruptError: see the class.
+        """
+        step = self._opened()
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        held = [planner.resolve_tensor(item) for item in items]
+        targets, given = self._targets(step, items, held)
+        wants = [
+            Want(
+                step.stored(item.storage_index.fqn),
+                Box(tuple(item.storage_offsets), tuple(item.lengths)),
+                target.is_contiguous(),
+            )
+            for item, target in zip(items, targets, strict=True)
+        ]
+        pieces = find_pieces(step.manifest.structure, wants, -1)
+        read_pieces(step.storage, step.manifest, pieces, wants=wants, targets=targets)
+        for give in given:
+            give()
+        # Only now, when every byte was proved.
+        for item, tensor in zip(items, held, strict=True):
+            planner.commit_tensor(item, tensor)
+        for item in values:
+            planner.load_bytes(item, step.saved_value(item.storage_index.fqn))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether that may be the name of a place."""
+        return isinstance(checkpoint_id, str | os.PathLike) and bool(str(checkpoint_id))
+
+    def _opened(self) -> _Step:
+        if self._step is None:
+            raise UsageError("set_up_storage_reader comes first")
+        return self._step
+
+    def _targets(
+        self, step: _Step, items: list[ReadItem], held: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[Callable[[], object]]]:
+        """The memory to fill for each item, and what is left to do afterwards where that is not the state's own."""
+        targets, given, wrong = [], [], {}
+        for item, tensor in zip(items, held, strict=True):
+            name = item.storage_index.fqn
+            target, dtype = tensor.detach(), torch_dtype(step.refs[name].dtype)
+            if target.shape != item.lengths:
+                wrong[name] = f"{name}: {list(item.lengths)} of it into a tensor of shape {list(target.shape)}"
+            elif target.dtype != dtype and not self._cast:
+                wrong[name] = f"{name}: saved as {dtype}, the state has {target.dtype} (Reader(cast=True) converts)"
+            if target.dtype != dtype or not writable(target):
+                made = torch.empty(target.shape, dtype=dtype, device=target.device)
+                given.append(_copy(target, made))
+                target = made
+            targets.append(target)
+        if wrong:
+            raise MismatchError(f"{step.storage.url} does not fit the state; nothing was changed:", wrong.values())
+        return targets, given
+
+
+def _copy(target: torch.Tensor, made: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(made)
+
+
+class _Step:
+    """One step, with torch's names."""
+
+    def __init__(self, storage: Storage) -> None:
+        raw = found_manifest(storage)
+        if raw[:1] == FOREIGN:
+            storage, raw = show_foreign(storage, raw)
+        self.storage = storage
+        self.manifest: Manifest = parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}")
+        tree, _ = read_trees(storage, self.manifest, 0)
+        notes = self._notes()
+        names = names_in(tree) if notes is None else names_noted(tree, notes)
+        self.refs, self._values = names.refs, names.values
+        self._raw = frozenset(notes.raw if notes is not None else ())
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name in names.paths:
+            ref = self.refs.get(name)
+            if ref is None:
+                entries[name] = BytesStorageMetadata()
+                continue
+            size = torch.Size(ref.shape)
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(ref.dtype)), size, [chunk])
+        meta = StorageMeta(checkpoint_id=storage.url, save_id=self.manifest.save_id)
+        self.metadata = Metadata(entries, dict(names.paths), {}, meta, CURRENT_DCP_VERSION)
+
+    def stored(self, name: str) -> str:
+        """The key under which a tensor is stored."""
+        key = self.refs[name].key
+        return self.manifest.aliases.get(key, key)
+
+    def saved_value(self, name: str) -> io.BytesIO:
+        """A plain value, as torch expects to be given it."""
+        if name not in self._values:
+            raise CorruptError(f"{self.storage.url}: {name!r} is no plain value in the step, and one in the state")
+        if name in self._raw:
+            return io.BytesIO(self._values[name])
+        file = io.BytesIO()
+        torch.save(materialise(self._values[name], cast(Any, self)), file)
+        file.seek(0)
+        return file
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """A whole tensor that is part of a plain value."""
+        spec = next(spec for spec in self.manifest.tensors if spec.key == self.manifest.aliases.get(key, key))
+        shape = self.manifest.layouts[spec.layout].shape
+        target = torch.empty(shape, dtype=torch_dtype(spec.dtype), device="cpu")
+        want = Want(spec.key, Box((0,) * len(shape), shape))
+        pieces = find_pieces(self.manifest.structure, [want], -1)
+        read_pieces(self.storage, self.manifest, pieces, wants=[want], targets=[target])
+        return target
+
+    def _notes(self) -> Notes | None:
+        """What ``Writer`` noted, where it had to.
+
+        Raises:
+            CorruptError: it cannot be read.
+        """
+        try:
+            config = msgspec.json.decode(self.manifest.config)
+            noted = config.get(NOTES_NAME) if isinstance(config, dict) else None
+            return None if noted is None else msgspec.convert(noted, Notes)
+        except msgspec.MsgspecError as err:
+            raise CorruptError(f"{self.storage.url}: what was noted for torch cannot be read: {err}") from err
