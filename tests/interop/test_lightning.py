@@ -36,7 +36,7 @@ def test_the_example_goes_on_after_kills_and_stops(lightning, tmp_path, moves):
 
 
 @pytest.mark.parametrize(
-    "moves", [[{"kill_at": 28}], pytest.param([{"stop_at": 13}, {"kill_at": 28}], marks=pytest.mark.soak)]
+    "moves", [[{"kill_at": 9}], pytest.param([{"stop_at": 13}, {"kill_at": 28}], marks=pytest.mark.soak)]
 )
 def test_two_ranks_of_it_too(lightning, tmp_path, moves):
     campaign(lightning, EXAMPLE, "--devices", 2, "--accumulate", 1, folder=tmp_path, moves=moves, ranks=2)
