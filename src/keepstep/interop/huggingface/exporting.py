@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import torch
@@ -47,11 +48,13 @@ from keepstep.storage.local import Place, storage_of
 __all__ = ["MAX_SHARD_BYTES", "Exported", "Wish", "export", "exporting"]
 
 MAX_SHARD_BYTES = 5_000_000_000
-CHUNK_BYTES = 1 << 25
+CHUNK_BYTES = 1 << 24
 """How much of a file is read, cast and written at once. A multiple of every page and of every element."""
-THREADS = 2
+THREADS = 3
+CAST_ELEMENTS = 1 << 16
 MOST_FILES = 256
 """Files that one rank has open: they get their names when all of them are whole."""
+_COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".partial")
 MAX_CONFIG_BYTES = 1 << 27
@@ -294,6 +297,10 @@ def _written(
     specs = {spec.key: spec for spec in manifest.tensors}
     done = 0
     pending: set[Future[int]] = set()
+    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+    for _ in range(THREADS):
+        # (Memory that is used again: fresh one would be faulted in for every chunk.)
+        buffers.put(_page_aligned(CHUNK_BYTES))
     with ThreadPoolExecutor(THREADS, thread_name_prefix="keepstep-export") as pool:
         try:
             for file in files:
@@ -307,7 +314,7 @@ def _written(
                 for start in range(0, file.data_bytes, CHUNK_BYTES):
                     stop = min(start + CHUNK_BYTES, file.data_bytes)
                     work = _Chunk(source, manifest, few, file, start, stop)
-                    pending.add(pool.submit(work.move, upload, len(header)))
+                    pending.add(pool.submit(work.move, upload, len(header), buffers))
                     # No more than one waits for its turn. A store that takes parts in order gets them nearly so.
                     while len(pending) > THREADS:
                         finished, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -333,9 +340,17 @@ class _Chunk:
     start: int
     stop: int
 
-    def move(self, upload: Upload, data_offset: int) -> int:
+    def move(self, upload: Upload, data_offset: int, buffers: SimpleQueue[torch.Tensor]) -> int:
         """Reads the chunk, proved, casts what is to be cast, writes it; returns its size. Any thread."""
-        memory = _page_aligned(self.stop - self.start)
+        buffer = buffers.get_nowait()
+        try:
+            self._fill(buffer[: self.stop - self.start])
+            upload.write_at(data_offset + self.start, buffer[: self.stop - self.start].numpy().data)
+        finally:
+            buffers.put(buffer)
+        return self.stop - self.start
+
+    def _fill(self, memory: torch.Tensor) -> None:
         wants: list[Want] = []
         targets: list[torch.Tensor] = []
         casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -359,8 +374,6 @@ class _Chunk:
         read_pieces(self.source, self.manifest, pieces, wants=wants, targets=targets)
         for name, stored, run in casts:
             _cast(name, stored, run)
-        upload.write_at(data_offset + self.start, memory.numpy().data)
-        return self.stop - self.start
 
 
 def _page_aligned(size: int) -> torch.Tensor:
@@ -371,16 +384,20 @@ def _page_aligned(size: int) -> torch.Tensor:
 
 
 def _cast(name: str, stored: torch.Tensor, run: torch.Tensor) -> None:
-    """Converts, and refuses to make infinities or nothings of numbers that were some."""
-    run.copy_(stored)
-    narrow = torch.finfo(run.dtype).max < torch.finfo(stored.dtype).max
-    if narrow:
-        lost = (stored.isfinite() & ~run.to(stored.dtype).isfinite()) if stored.numel() else stored.bool()
-        if bool(lost.any()):
-            largest = float(stored[lost].abs().max())
-            kind = str(run.dtype).removeprefix("torch.")
+    """Converts, and refuses to make infinities or nothings of numbers that were some. A little at a time: it stays near."""
+    limit = torch.finfo(run.dtype).max
+    for start in range(0, stored.numel(), CAST_ELEMENTS):
+        before, after = stored[start : start + CAST_ELEMENTS], run[start : start + CAST_ELEMENTS]
+        after.copy_(before)
+        if before.dtype in _COMPARED:
+            least, most = before.aminmax()
+            if bool((least >= -limit) & (most <= limit)):
+                continue
+        lost = ~after.to(torch.promote_types(after.dtype, torch.float32)).isfinite()
+        if bool(lost.any()) and bool((lost := lost & before.isfinite()).any()):
+            largest, kind = float(before[lost].abs().max()), str(run.dtype).removeprefix("torch.")
             raise MismatchError(
-                f"{int(lost.sum()):,} elements of {name} do not fit into {kind}:",
-                [f"{name}: up to {largest:g}; the largest {kind} is {torch.finfo(run.dtype).max:g}"],
+                f"elements of {name} do not fit into {kind}:",
+                [f"{name}: such as {largest:g}; the largest {kind} is {limit:g}"],
                 then="Nothing was written. bfloat16 has the range of float32.",
             )
