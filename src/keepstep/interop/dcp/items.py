@@ -220,14 +220,17 @@ def _in_safetensors(blob: Blob, tensor: SavedTensor, chunk: Chunk, size: int) ->
     head = bytearray(count)
     blob.read_into(8, memoryview(head))
     try:
-        entry = json.loads(head)[tensor.name]
+        header = json.loads(head)
+        entry = header[tensor.name]
         start, stop = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"])
+        noted = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])[tensor.name]["saved_offsets"]
     except (ValueError, LookupError, TypeError) as err:
         raise CorruptError(f"{item.file}: no entry of {tensor.name!r}: {err!r}; or {why}") from err
-    if found != (SAFETENSORS_NAMES.get(tensor.dtype), chunk.box.sizes) or stop - start != size:
+    expected = SAFETENSORS_NAMES.get(tensor.dtype), chunk.box.sizes
+    if found != expected or stop - start != size or tuple(noted) != chunk.box.offsets:
         raise CorruptError(
-            f"{item.file}: holds {found[0]} {list(found[1])} under {tensor.name!r}, where {chunk.box} should be: torch"
+            f"{item.file}: {found[0]} {list(found[1])} from {noted} under {tensor.name!r}, and not {chunk.box}: torch"
             " writes several chunks of a tensor in one file under one name, and all but the last are lost"
         )
     return Extent(8 + count + start, size)
