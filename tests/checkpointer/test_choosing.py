@@ -21,6 +21,9 @@ class Grown(nn.Module):
         if head:
             self.head = nn.Linear(width, 2)
 
+    def forward(self, x):
+        return self.head(self.body(x))
+
 
 def trained(model, lr=0.1, **more):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -147,13 +150,13 @@ def test_what_the_target_has_no_place_for_may_be_named(step):
 
 @pytest.mark.case(163)
 def test_some_layers_of_a_model_read_their_own_bytes(tmp_path):
-    saved = trained(Grown(head=False, width=512))
+    saved = trained(Grown(head=False, width=256))
     ks.save(tmp_path / "s", saved)
-    target = trained(Grown(width=512))
+    target = trained(Grown(width=256))
     before = bytes_of(target)
     storage = Watched(tmp_path / "s")
     report = ks.load(storage, target, only=["model/body.1.*"])
-    assert report.bytes_needed == 512 * 513 * 4
+    assert report.bytes_needed == 256 * 257 * 4
     assert storage.read_bytes <= report.bytes_needed + 5 * 64 * 1024
     assert {name.partition("/")[0] for name in storage.names["open"]} == {".metadata", "model", "state"}
     assert torch.equal(target["model"].body[1].weight, saved["model"].body[1].weight)
@@ -268,3 +271,81 @@ def test_a_run_that_goes_on_takes_the_same_options(tmp_path):
     third, report = run(True, **growth)
     assert (report.step, report.components["model"].missing) == (2, [])
     assert torch.equal(third["model"].head.weight, second["model"].head.weight)
+
+
+# --- frozen parameters ----------------------------------------------------------------------------------------------
+
+
+def tuned(seed, leave_out=("model/body.**",)):
+    """A frozen body, a head that learns, and the optimizer of that."""
+    torch.manual_seed(seed)
+    model = Grown()
+    model.body.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.head.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return ks.TrainState(model=model, optimizer=optimizer, leave_out=leave_out)
+
+
+def test_what_is_frozen_is_left_out_and_demanded_back(tmp_path):
+    base = tuned(0, ())
+    ks.save(tmp_path / "base", base)
+    first = tuned(0)
+    ks.save(tmp_path / "s", first, step=4)
+    with ks.open(tmp_path / "s") as opened:
+        assert [key for key in opened if key.startswith("model/")] == ["model/head.weight", "model/head.bias"]
+        assert opened.manifest.components["model"].left_out == ("model/body.**",)
+        assert opened.manifest.components["optimizer"].left_out == ()
+    target = tuned(1)
+    before = copy.deepcopy(target["model"].state_dict())
+    with pytest.raises(MismatchError) as caught:
+        ks.load(tmp_path / "s", target)
+    assert caught.value.mismatches == tuple(
+        f"model/body.{layer}.{name}: left out when it was saved; left_out= names the step that has it"
+        for layer in (0, 1)
+        for name in ("weight", "bias")
+    )
+    with pytest.raises(ks.errors.StepNotFoundError):
+        ks.load(tmp_path / "s", target, left_out=tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="left_out= completes a whole load"):
+        ks.load(tmp_path / "s", target, left_out=tmp_path / "base", only=["model"])
+    # A source without it, and one that has itself left it out.
+    ks.save(tmp_path / "other", {"model": nn.Linear(1, 1)})
+    for source in ("other", "s"):
+        with pytest.raises(UsageError, match=r"only=model/body\.\*\*: the checkpoint has"):
+            ks.load(tmp_path / "s", target, left_out=tmp_path / source)
+    look = ks.load(tmp_path / "s", target, left_out=tmp_path / "base", dry_run=True)
+    assert look.dry
+    assert look.notes == (f"what was left out comes from {tmp_path / 'base'}",)
+    assert_same(dict(target["model"].state_dict()), dict(before))
+    report = ks.load(tmp_path / "s", target, left_out=tmp_path / "base")
+    assert report.step == 4
+    assert report.components["model"].missing == []
+    assert report.components["model"].noted == ["4 left out when it was saved, taken from another step"]
+    assert report.notes == (f"what was left out came from {tmp_path / 'base'}",)
+    assert_same(dict(target["model"].state_dict()), dict(first["model"].state_dict()))
+    assert_same(target["optimizer"].state_dict(), first["optimizer"].state_dict())
+    # Of a step that holds everything nothing has to come from elsewhere.
+    again = tuned(2)
+    assert "nothing was left out of this step" in ks.load(tmp_path / "base", again, left_out=tmp_path / "base").notes
+    assert_same(dict(again["model"].state_dict()), dict(base["model"].state_dict()))
+
+
+def test_a_run_leaves_out_what_is_frozen_save_after_save(tmp_path):
+    base = tuned(0, ())
+    ks.save(tmp_path / "base", base)
+    state = tuned(0)
+    with ks.Checkpointer(tmp_path / "run", state, background="off") as keeper:
+        keeper.restore(left_out=tmp_path / "base")
+        for _ in range(2):
+            keeper.step()
+            keeper.save()
+    sizes = [
+        sum(file.stat().st_size for file in folder.glob("model/*")) for folder in (tmp_path / "run").glob("step-*")
+    ]
+    assert len(sizes) == 2
+    fresh = tuned(3)
+    with ks.Checkpointer(tmp_path / "run", fresh, background="off") as keeper:
+        report = keeper.restore(left_out=tmp_path / "base")
+    assert report.step == 2
+    assert_same(dict(fresh["model"].state_dict()), dict(state["model"].state_dict()))

@@ -152,6 +152,14 @@ def test_the_page_lists_every_field(step, tmp_path):
         assert found[part][0].keys() == documented("diff", part)
 
 
+def test_show_says_what_was_left_out(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    ks.save(tmp_path / "s", ks.TrainState(model=model, leave_out=["model/w*"]))
+    assert "left out when it was saved: model/w*" in call("show", tmp_path / "s").stdout
+    (part, *_) = facts("show", tmp_path / "s")["components"]
+    assert (part["name"], part["tensors"], part["left_out"]) == ("model", 1, ["model/w*"])
+
+
 def test_bits_count_and_not_only_numbers(tmp_path):
     ks.save(tmp_path / "a", {"x": {"z": torch.tensor([0.0, math.nan])}})
     ks.save(tmp_path / "b", {"x": {"z": torch.tensor([-0.0, math.nan])}})

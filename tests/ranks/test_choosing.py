@@ -31,6 +31,12 @@ def grow(rank, folder):
     same = all(
         torch.equal(grown["model"].state_dict()[key], value) for key, value in saved["model"].state_dict().items()
     )
+    part = ks.TrainState(**saved, leave_out=["model/embed.*"])
+    ks.save(f"{folder}/part", part)
+    back = ks.TrainState(**stage(rank, head=False))
+    found.append(attempt(ks.load, f"{folder}/part", back))
+    ks.load(f"{folder}/part", back, left_out=f"{folder}/s")
+    same = same and all(torch.equal(back["model"].state_dict()[k], v) for k, v in saved["model"].state_dict().items())
     mesh = init_device_mesh("cpu", (2,))
     whole = {"w": distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [Shard(0)])}
     ks.save(f"{folder}/whole", whole)
@@ -40,11 +46,14 @@ def grow(rank, folder):
 
 def test_a_pattern_may_fit_on_one_rank_alone(rank_pool, tmp_path):
     for rank, (found, same, looked) in enumerate(rank_pool(2)(grow, str(tmp_path))):
-        strict, typo, allowed = found
+        strict, typo, allowed, demanded = found
         assert strict.kind == typo.kind == "MismatchError"
         assert "model/head.weight: in the target module, not in the checkpoint (on rank 1)" in strict.mismatches
         lines = [line.partition(": no key")[0] for line in typo.mismatches]
         assert lines == ["allow_missing='model/haed.*'"]
         assert allowed.kind == "ok", allowed.text
         assert same
+        left = "model/embed.weight: left out when it was saved; left_out= names the step that has it (on rank 0)"
+        assert left in demanded.mismatches
+        assert len(demanded.mismatches) == 2
         assert looked == ((24, 16), (24, 16)[rank], 40, 2)

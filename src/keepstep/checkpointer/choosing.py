@@ -57,10 +57,14 @@ def chosen(
     return found, takes
 
 
-def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder) -> None:
-    """Takes from what a binder has found wrong all that may be so, and lists patterns that fit nothing anywhere."""
+def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder, away: Sequence[str]) -> None:
+    """Takes from what a binder has found wrong all that may be so, and lists patterns that fit nothing anywhere.
+
+    ``away`` are the patterns of what was left out when the step was saved.
+    """
     missing = Globs(selection.allow_missing, "allow_missing")
     extra = Globs(selection.allow_extra, "allow_extra")
+    _demand(binder, Globs(away, "leave_out"), Globs(selection.completed, "leave_out"))
     fresh = _fresh_states(binder, missing)
     for report in binder.reports.values():
         begun = [key for key in report.missing if key in fresh]
@@ -85,6 +89,22 @@ def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder) -> Non
             component = key.partition("/")[0]
             if component not in binder.left_out and component in binder.reports and globs.takes(key):
                 binder.reports[component].overridden.append(key)
+
+
+def _demand(binder: Binder, away: Globs, completed: Globs) -> None:
+    """Says of what was left out that it was, and takes from what is missing all that has come from elsewhere."""
+    for report in binder.reports.values():
+        here = {key for key in report.missing if completed.takes(key)}
+        if here:
+            report.missing = [key for key in report.missing if key not in here]
+            report.noted.append(f"{len(here)} left out when it was saved, taken from another step")
+            lines = {binder.lacks.get(key) for key in here}
+            binder.mismatches[:] = [line for line in binder.mismatches if line not in lines]
+        for key in report.missing:
+            line = binder.lacks.get(key)
+            if away.takes(key) and line in binder.mismatches:
+                binder.lacks[key] = f"{key}: left out when it was saved; left_out= names the step that has it"
+                binder.mismatches[binder.mismatches.index(line)] = binder.lacks[key]
 
 
 def _check_only(globs: Globs, keys: list[str], tree: Mapping[str, Any], dropped: Sequence[str]) -> None:

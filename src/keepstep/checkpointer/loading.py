@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from keepstep.checkpointer.rename import Rename
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.sharing import agree_to_share, with_values
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files, size_of
-from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError
+from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Mesh, Structure
 from keepstep.format.manifest import (
@@ -73,6 +74,7 @@ def load(
     cast: bool = False,
     rename: Rename | None = None,
     override: Mapping[str, Any] | None = None,
+    left_out: Place | None = None,
     dry_run: bool = False,
     share_reads: bool | None = None,
     deadline_s: float = DEADLINE_S,
@@ -93,6 +95,7 @@ def load(
         cast: whether tensors may be converted to the target's dtype.
         rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function.
         override: plain values to set instead of the saved ones, by pattern: ``{"optimizer/param_groups/*/lr": 1e-4}``.
+        left_out: the step that has what a TrainState left out of this one (``leave_out=``). It is loaded first.
         dry_run: find out what would be loaded, from which files; change nothing. Raises what the load would, as far as it
             can be known.
         share_reads: whether ranks that need the same bytes read them once and pass them on to each other; the same on every
@@ -109,7 +112,7 @@ def load(
     """
     wait([pending.committed for pending in SAVES])
     ranks = Ranks.current()
-    selection = Selection(only, rename, allow_missing, allow_extra, override)
+    selection = Selection(only, rename, allow_missing, allow_extra, override, left_out)
     options = Options(strict, cast, share_reads, dry_run, None if selection == Selection() else selection)
     with ranks.phase("load", deadline_s) as phase:
         storage = storage_of(path)
@@ -166,6 +169,8 @@ def load_step(
     ranks: Ranks, storage: Storage, manifest: Manifest, into: Mapping[str, Any], *, options: Options, deadline_s: float
 ) -> LoadReport:
     """Loads a step whose manifest all ranks have. Collective; see ``load`` for what it raises."""
+    if options.selection is not None and options.selection.left_out is not None:
+        return load_completed(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
     timeline = Timeline()
     together = (
         ranks.world > 1 and storage.sealed and (storage.far if options.share_reads is None else options.share_reads)
@@ -222,6 +227,38 @@ def load_step(
     )
 
 
+def load_completed(
+    ranks: Ranks, storage: Storage, manifest: Manifest, into: Mapping[str, Any], *, options: Options, deadline_s: float
+) -> LoadReport:
+    """Loads a step, and before it what was left out of it, from the step that is named for that. Collective.
+
+    Nothing is changed before both are known to fit.
+    """
+    wanted = options.selection or Selection()
+    if wanted.only is not None:
+        raise UsageError("left_out= completes a whole load; with only=, load each step for itself. Nothing was changed")
+    away = tuple(dict.fromkeys(p for part in manifest.components.values() for p in part.left_out))
+    options = replace(options, selection=replace(wanted, left_out=None, completed=away))
+    if away and wanted.left_out is not None:
+        look = replace(options, dry_run=True)
+        report = load_step(ranks, storage, manifest, into, options=look, deadline_s=deadline_s)
+        told = load(
+            wanted.left_out,
+            into,
+            only=away,
+            allow_extra=away,
+            cast=options.cast,
+            dry_run=options.dry_run,
+            share_reads=options.share_reads,
+            deadline_s=deadline_s,
+        )
+        if options.dry_run:
+            return replace(report, notes=(*report.notes, f"what was left out comes from {told.url}"))
+    report = load_step(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
+    note = f"what was left out came from {told.url}" if away else "nothing was left out of this step"
+    return replace(report, notes=(*report.notes, note))
+
+
 def bind_step(
     ranks: Ranks, storage: Storage, manifest: Manifest, into: Mapping[str, Any], *, options: Options
 ) -> tuple[Binder, OwnValues]:
@@ -255,8 +292,9 @@ def bind_step(
     values = OwnValues(binder)
     if binder.slots:
         values.bind(read_own(storage, manifest, values.choose(), {own_rank(manifest, ranks.rank): own}))
-    if options.selection is not None:
-        settle(options.selection, tree, binder)
+    away = [pattern for part in manifest.components.values() for pattern in part.left_out]
+    if options.selection is not None or away:
+        settle(options.selection or Selection(), tree, binder, away)
     return binder, values
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from keepstep.checkpointer.rename import Rename
 from keepstep.state.report import ComponentReport
+from keepstep.storage.local import Place
 
 __all__ = ["LoadReport", "Options", "Selected", "Selection", "selection_of"]
 
@@ -71,7 +72,8 @@ class LoadReport:
 class Selection:
     """Which keys to load, under which names, which may be missing or extra, and values to set instead of saved ones.
 
-    Patterns are as in ``format.globs``.
+    Patterns are as in ``format.globs``. ``left_out`` is the step that has what was left out of this one, and ``completed``
+    are the patterns of what has come from it.
     """
 
     only: Sequence[str] | None = None
@@ -79,6 +81,8 @@ class Selection:
     allow_missing: Sequence[str] = ()
     allow_extra: Sequence[str] = ()
     override: Mapping[str, Any] | None = None
+    left_out: Place | None = None
+    completed: tuple[str, ...] = ()
 
 
 class Selected(TypedDict, total=False):
@@ -89,6 +93,7 @@ class Selected(TypedDict, total=False):
     allow_missing: Sequence[str]
     allow_extra: Sequence[str]
     override: Mapping[str, Any] | None
+    left_out: Place | None
 
 
 def selection_of(fields: Selected) -> Selection | None:

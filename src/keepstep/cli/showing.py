@@ -42,7 +42,7 @@ _USUAL = {
 
 @dataclass(frozen=True, slots=True)
 class ComponentLine:
-    """One part of the state. ``folder`` is where the bytes of its tensors are."""
+    """One part of the state. ``folder`` is where the bytes of its tensors are; ``left_out`` are keys that were not saved."""
 
     name: str
     kind: str
@@ -50,6 +50,7 @@ class ComponentLine:
     tensors: int
     bytes: int
     folder: str
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,9 @@ def _print_components(components: tuple[ComponentLine, ...], console: Console) -
     for part in components:
         table.add_row(safe(part.name), safe(part.kind), safe(part.type), f"{part.tensors:,}", size_words(part.bytes))
     console.print(table)
+    left_out = dict.fromkeys(pattern for part in components for pattern in part.left_out)
+    if left_out:
+        console.print(f"left out when it was saved: {', '.join(map(safe, left_out))}", soft_wrap=True)
     absent = [usual for usual in _USUAL if not any(_is_usual(part, usual) for part in components)]
     if absent and any(part.kind == "optimizer" for part in components):
         console.print(f"not saved with it: {', '.join(absent)}", soft_wrap=True)
@@ -235,7 +239,7 @@ def _print_tensors(lines: tuple[TensorLine, ...], console: Console) -> None:
 
 
 def _component(name: str, part: Component) -> ComponentLine:
-    return ComponentLine(name, part.kind, part.type, part.tensors, part.bytes, part.folder)
+    return ComponentLine(name, part.kind, part.type, part.tensors, part.bytes, part.folder, part.left_out)
 
 
 def _layout_lines(manifest: Manifest) -> tuple[LayoutLine, ...]:

@@ -17,7 +17,8 @@ MOST_COMPARED = 5000
 class Globs:
     """Some patterns, and which keys they take: those that fit, and everything below them.
 
-    ``*`` and ``?`` stand for characters other than ``/``, ``**`` for any, ``[a-f]`` and ``[!a-f]`` for one of some.
+    ``*`` and ``?`` stand for characters other than ``/``, ``**`` for any, ``[a-f]`` and ``[!a-f]`` for one of some. A
+    ``/**`` at the end takes what is above it as well, which may be empty.
 
     >>> Globs(["model/layers.*"], "only").takes("model/layers.0.weight")
     True
@@ -38,7 +39,8 @@ class Globs:
         if strange:
             raise UsageError(f"{option}={strange[0]!r}: a pattern is a text such as 'model/layers.*'")
         tail = "(?:/.*)?" if below else ""
-        self._each = [re.compile(f"(?:{_expression(each)}){tail}", re.DOTALL) for each in self.patterns]
+        heads = [each.removesuffix("/**") if below else each for each in self.patterns]
+        self._each = [re.compile(f"(?:{_expression(each)}){tail}", re.DOTALL) for each in heads]
 
     def takes(self, key: str) -> bool:
         """Whether the key, or one above it, fits any of the patterns."""

@@ -103,14 +103,18 @@ class Lineage(msgspec.Struct, frozen=True):
     exclusive: bool | msgspec.UnsetType = msgspec.UNSET
 
 
-class Component(msgspec.Struct, frozen=True):
-    """A top-level part of the state: its kind, the type it had, how many tensors and bytes, and their folder."""
+class Component(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A top-level part of the state: its kind, the type it had, how many tensors and bytes, and their folder.
+
+    ``left_out`` are patterns of keys that were not saved because the run did not want them to be.
+    """
 
     kind: str
     type: str
     tensors: int
     bytes: int
     folder: str
+    left_out: tuple[str, ...] = ()
 
 
 class Versions(msgspec.Struct, frozen=True):

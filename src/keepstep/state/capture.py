@@ -28,7 +28,7 @@ from keepstep.state.choice import rank_ref
 from keepstep.state.fence import has_hook
 from keepstep.state.marks import Flat, PerRank, Sharded
 from keepstep.state.memory import pointer
-from keepstep.state.module import broadcast_buffers, buffer_names, module_state, parameter_names, unwrap
+from keepstep.state.module import broadcast_buffers, buffer_names, left_out_of, parameter_names, saved_state, unwrap
 from keepstep.state.optimizer import optimizer_state
 from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
 from keepstep.state.rng import GENERATOR, as_stateful, is_generator
@@ -86,7 +86,8 @@ def capture(
             folder = collector.folder if tensors else STATE_FOLDER
             node = tree[name]
             kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
-            components[name] = Component(kind, type(value).__name__, tensors, collector.tensor_bytes - size, folder)
+            held, out = collector.tensor_bytes - size, left_out_of(state) if kind == "module" else ()
+            components[name] = Component(kind, type(value).__name__, tensors, held, folder, out)
         if recall is not None and recall.layouts not in (0, len(collector.table.layouts)):
             raise ChangedError
     except ChangedError:
@@ -233,8 +234,7 @@ class Collector:
             inner = unwrap(value)
             first = buffer_names(inner) if broadcast_buffers(value) else set()
             self._first_wins = frozenset(join(path, name) for name in first)
-            every = getattr(self.state, "non_persistent_buffers", False)
-            tree = self._recalled(module_state(inner, every_buffer=every), path)
+            tree = self._recalled(saved_state(self.state, inner, path), path)
             self._first_wins = frozenset()
             return ObjectNode("module", type(inner).__name__, tree)
         if isinstance(value, torch.optim.Optimizer):

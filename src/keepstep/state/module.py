@@ -8,8 +8,19 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
+from keepstep.format.globs import Globs
+from keepstep.format.objects import join
 
-__all__ = ["broadcast_buffers", "clean_names", "module_state", "parameter_names", "passing_hint", "unwrap"]
+__all__ = [
+    "broadcast_buffers",
+    "clean_names",
+    "left_out_of",
+    "module_state",
+    "parameter_names",
+    "passing_hint",
+    "saved_state",
+    "unwrap",
+]
 
 _MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _LOADING_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
@@ -65,6 +76,21 @@ def module_state(module: nn.Module, *, every_buffer: bool = False) -> dict[str, 
         state.update(_passing_buffers(module))
     names = clean_names(module, list(state))
     return {names[name]: value for name, value in state.items()}
+
+
+def saved_state(state: Any, module: nn.Module, path: str) -> dict[str, Any]:
+    """What is saved of a module in a state: all of it but the keys that a TrainState leaves out."""
+    tree = module_state(module, every_buffer=getattr(state, "non_persistent_buffers", False))
+    left_out: Globs | None = getattr(state, "leave_out", None)
+    if left_out is None:
+        return tree
+    return {name: value for name, value in tree.items() if not left_out.takes(join(path, name))}
+
+
+def left_out_of(state: Any) -> tuple[str, ...]:
+    """The patterns of keys that a state leaves out of what is saved of its modules."""
+    left_out: Globs | None = getattr(state, "leave_out", None)
+    return () if left_out is None else left_out.patterns
 
 
 def passing_hint(module: nn.Module, name: str) -> str:

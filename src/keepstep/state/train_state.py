@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, cast
 
 from keepstep.errors import UsageError
+from keepstep.format.globs import Globs
 from keepstep.state.accumulation import ACCUMULATION, Accumulation
 from keepstep.state.fence import fence
 from keepstep.state.files import FILES, Files
@@ -28,6 +29,8 @@ class TrainState(Mapping[str, Any]):
 
     Args:
         non_persistent_buffers: whether buffers that modules registered with ``persistent=False`` are saved and restored.
+        leave_out: patterns of parameters and buffers that are not saved, such as ``"model/backbone.**"`` for frozen ones. A
+            load asks where they are: ``left_out=``.
         files: name → file or folder; their bytes are part of every step, see ``files``.
         config: the run's configuration for the record: a plain value, a mapping, a dataclass or an argparse.Namespace, at
             most 64 KiB as JSON. It is not given back; a load says what differs.
@@ -43,6 +46,7 @@ class TrainState(Mapping[str, Any]):
         self,
         *,
         non_persistent_buffers: bool = False,
+        leave_out: Sequence[str] = (),
         files: Mapping[str, str | PathLike[str]] | None = None,
         config: Any = None,
         **components: Any,
@@ -53,6 +57,7 @@ class TrainState(Mapping[str, Any]):
         self.progress = Progress()
         self.fenced_by_hand = False
         self.non_persistent_buffers = non_persistent_buffers
+        self.leave_out = Globs(leave_out, "leave_out") if leave_out else None
         self.config_record = config_record(config)
         self._components = {name: value for name, value in components.items() if value is not None}
         if files:
