@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from keepstep.interop.huggingface import export
 from keepstep.interop.huggingface import exporting as module
 from keepstep.interop.huggingface.planning import INDEX_NAME
 from keepstep.interop.runs import boxes_of_run
+from tests.architecture.source import ROOT
 
 DTYPES = [
     "bool",
@@ -313,6 +315,12 @@ def test_the_files_of_a_step_of_whole_tensors_are_safetensors_already(step):
     assert same(load_file(file), {f"model/{name}": tensor for name, tensor in state.items()})
 
 
+def documented(command):
+    """The names in the table of a command in the page on commands."""
+    section = (ROOT / "docs/cli.md").read_text().split(f"### `{command} --json`\n")[1].split("\n#")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
 def test_commands_export_and_import(step, tmp_path):
     def call(*args, status=0):
         result = CliRunner().invoke(app, list(map(str, args)))
@@ -326,12 +334,14 @@ def test_commands_export_and_import(step, tmp_path):
     facts = json.loads(call("export", step, out, "--component", "other", "--overwrite", "--json"))
     assert facts["files"] == {"model.safetensors": 4096 + 12}
     assert facts["step"] == 12
+    assert set(facts) == documented("export")
     call("export", step, out, status=4)
     call("export", step, out, "--max-shard", "lots", status=2)
     call("export", step, out, "--rename", "lots", status=2)
     call("export", step, tmp_path / "model")
     facts = json.loads(call("import", tmp_path / "model", root, "--step", 7, "--json"))
     assert (facts["step"], facts["component"], facts["tensors"]) == (7, "model", 9)
+    assert set(facts) == documented("import")
     call("import", tmp_path / "model", root, "--step", 7, status=4)
     call("import", tmp_path / "model/model.safetensors", root, "--step", 7, "--overwrite")
     assert [found["step"] for found in json.loads(call("ls", root, "--json"))["steps"]] == [7]
