@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.check.verify import verify
+from keepstep.cli.main import app
 from keepstep.interop.dcp import Reader, Stager, Writer
 from keepstep.storage.local import storage_of
 from tests.helpers.same import assert_same
@@ -240,6 +243,19 @@ def test_a_block_that_was_changed_is_noticed(tmp_path):
     file.write_bytes(data)
     with pytest.raises(CheckpointException, match="does not match its digest"):
         load(tmp_path / "s", {"w": {"a": torch.zeros(64)}})
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-dcp.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "coming-from-dcp.md", "exec"), {})
+    for number in (200, 300):
+        check_sound(tmp_path / f"runs/step-{number:08d}")
+    for line in re.findall(r"^    keepstep (convert .*?)\s*(?:#.*)?$", page, re.MULTILINE):
+        ran = CliRunner().invoke(app, line.split())
+        assert ran.exit_code == 0, ran.output
+    assert_same(dict(ks.open("new/100")), dict(ks.open("old/100")))
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -114,6 +114,19 @@ def test_a_model_and_its_optimizer_are_restored_in_place(tmp_path):
         assert_same(moved.state[mine], optimizer.state[theirs])
 
 
+def test_the_state_of_an_optimizer_by_positions_is_restored(tmp_path):
+    model, optimizer = checks.small_model()
+    path = checks.write(tmp_path / "d", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other, moved = checks.small_model(seed=1)
+    ks.load(path, into={"model": other, "optimizer": moved})
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same(moved.state[mine], optimizer.state[theirs])
+    target = checks.small_model(seed=2)[1].state_dict()
+    ks.load(path, into={"optimizer": target}, only=["optimizer"])
+    assert_same(target["state"], optimizer.state_dict()["state"])
+
+
 def test_every_difference_is_listed_before_anything_changes(tmp_path):
     path = checks.write(tmp_path / "d", {"model": {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}})
     target = {"model": {"a": torch.zeros(2), "b": torch.zeros(4), "d": torch.zeros(1)}}

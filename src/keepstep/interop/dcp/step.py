@@ -74,7 +74,20 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = ()) -> Sh
     if damaged:
         raise CorruptError(f"{storage.url}: {'; '.join(damaged[:20])}")
     world = max(ranks.values(), default=0) + 1
+    tree = {name: _with_positions(value) for name, value in tree.items()}
     return ShownStep(storage, tree, tensors, name=f"{digest(raw):016x}", world=world)
+
+
+def _with_positions(value: Any) -> Any:
+    """The state of an optimizer by positions, which torch has written as text, as it was: they are numbers again."""
+    if not isinstance(value, dict):
+        return value
+    state, groups = value.get("state"), value.get("param_groups")
+    if isinstance(state, dict) and isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        positions = {str(index) for group in groups for index in group.get("params") or () if type(index) is int}
+        if positions and positions.issuperset(state):
+            return {**value, "state": {int(name): item for name, item in state.items()}}
+    return {name: _with_positions(item) for name, item in value.items()}
 
 
 def _chosen(storage: Storage, directory: Directory, only: Sequence[str]) -> Directory:
