@@ -162,6 +162,18 @@ def test_optimizers_get_names_where_they_are_told(file):
         show_file(file, names=names[:2])
 
 
+def test_names_are_changed_as_those_of_a_step(file, tmp_path):
+    inner = trained(1)
+    state = {"model": torch.nn.ModuleDict({"net": inner["model"]}), "optimizer": inner["optimizer"]}
+    names = [name for name, _ in inner["model"].named_parameters()]
+    for shown in (show_file(file), show_file(file, names=names)):
+        inner["model"].load_state_dict(trained(1)["model"].state_dict())
+        ks.load(shown, state, only=["model", "optimizer"], rename={"^model/": "model/net."})
+        expected = dicts(trained())
+        assert_same(dict(inner["model"].state_dict()), dict(expected["model"]))
+        assert_same(inner["optimizer"].state_dict(), expected["optimizer"])
+
+
 def test_an_optimizer_of_another_size_is_refused(file):
     into = {"optimizer": torch.optim.AdamW([torch.ones(2)])}
     with pytest.raises(MismatchError):

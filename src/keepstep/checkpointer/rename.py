@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from keepstep.errors import UsageError
-from keepstep.format.objects import ObjectNode, join
+from keepstep.format.objects import ObjectNode, TensorRef, join
 
 __all__ = ["Rename", "renamed_tree"]
 
@@ -23,32 +24,57 @@ def renamed_tree(tree: Mapping[str, Any], names: Rename) -> Mapping[str, Any]:
         UsageError: a pattern that is not a regular expression, or two keys that get the same name.
     """
     rename = _renamer(names)
-    modules = [name for name, node in tree.items() if type(node) is ObjectNode and node.kind == "module"]
+    modules = [name for name, node in tree.items() if _is_module(node)]
     parameters = {}
     for component in modules:
-        for name in tree[component].tree:
+        for name in _inside(tree[component]):
             new = _below(component, rename(join(component, name)))
             prefix = f"{component}." if len(modules) > 1 else ""
             parameters[prefix + name] = prefix + new
     made = {}
     for component, node in tree.items():
-        if type(node) is ObjectNode and node.kind == "module":
-            inner = {_below(component, rename(join(component, name))): value for name, value in node.tree.items()}
-            if len(inner) != len(node.tree):
+        here = _inside(node)
+        if component in modules:
+            inner = {_below(component, rename(join(component, name))): value for name, value in here.items()}
+            if len(inner) != len(here):
                 raise UsageError(f"rename gives two keys of {component!r} the same name")
-            made[component] = ObjectNode(node.kind, node.type_name, inner)
-        elif type(node) is ObjectNode and node.kind == "optimizer" and "param_groups" in node.tree:
-            state = {parameters.get(name, name): value for name, value in node.tree["state"].items()}
+            made[component] = _with(node, inner)
+        elif _is_optimizer(node):
+            state = {parameters.get(name, name): value for name, value in here["state"].items()}
             groups = [
                 {**group, "params": [parameters.get(name, name) for name in group["params"]]}
-                for group in node.tree["param_groups"]
+                for group in here["param_groups"]
             ]
-            made[component] = ObjectNode(
-                node.kind, node.type_name, {**node.tree, "state": state, "param_groups": groups}
-            )
+            made[component] = _with(node, {**here, "state": state, "param_groups": groups})
         else:
             made[component] = node
     return made
+
+
+def _inside(node: Any) -> Any:
+    return node.tree if type(node) is ObjectNode else node
+
+
+def _with(node: Any, inner: dict[str, Any]) -> Any:
+    return ObjectNode(node.kind, node.type_name, inner) if type(node) is ObjectNode else type(node)(inner)
+
+
+def _is_module(node: Any) -> bool:
+    """A module, or what the state_dict of one is: tensors by name. Another program keeps no more of it."""
+    if type(node) is ObjectNode:
+        return node.kind == "module"
+    return (
+        type(node) in (dict, OrderedDict)
+        and all(type(name) is str for name in node)
+        and any(type(value) is TensorRef for value in node.values())
+    )
+
+
+def _is_optimizer(node: Any) -> bool:
+    if type(node) is ObjectNode and node.kind != "optimizer":
+        return False
+    inner = _inside(node)
+    return type(inner) is dict and type(inner.get("state")) is dict and type(inner.get("param_groups")) is list
 
 
 def _renamer(rename: Rename) -> Callable[[str], str]:
