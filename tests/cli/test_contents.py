@@ -11,7 +11,8 @@ import torch
 
 import keepstep as ks
 from keepstep.cli import comparing, contents
-from tests.cli.test_commands import call, documented
+from keepstep.cli.main import app
+from tests.cli.test_commands import RUNNER, call, documented
 
 
 def facts(*args, status=0):
@@ -90,6 +91,32 @@ def test_a_key_that_is_not_there_gets_a_hint(step):
     assert (
         "--only modle/**: no key of either step fits" in call("diff", path, path, "--only", "modle/**", status=2).stderr
     )
+
+
+def test_steps_and_commands_that_are_not_there_get_a_hint(tmp_path):
+    for number in (100, 200, 300, 400):
+        ks.save(tmp_path / f"step-{number:08}", {"x": {"t": torch.ones(1)}})
+    for wrong in ("210", "step-00000210"):
+        text = call("cat", tmp_path / wrong, "x", status=3).stderr
+        assert "the steps beside it: step-00000100, step-00000200, step-00000300, …" in text
+    assert "the steps beside" not in call("cat", tmp_path / "stpe", "x", status=3).stderr
+    assert "Did you mean 'diff'" in call("dif", "a", "b", status=2).stderr
+    assert "--json" in call("diff", "a", "b", "--jsno", status=2).stderr
+    assert "did you mean 'x/t'" in call("show", tmp_path / "step-00000100", "--tensors", "x/tt", status=2).stderr
+
+
+def test_a_shell_completes_commands_and_keys(step):
+    path, _ = step
+
+    def completed(line):
+        variables = {"_KEEPSTEP_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        return RUNNER.invoke(app, [], env=variables, prog_name="keepstep").stdout.split()
+
+    assert {"cat", "convert", "cp"} <= set(completed("keepstep c"))
+    assert completed(f"keepstep cat {path} model/") == ["model/wide", "model/half", "model/none"]
+    assert completed(f"keepstep cat {path} mine") == ["mine"]
+    assert completed(f"keepstep cat {path}x m") == []
+    assert "_KEEPSTEP_COMPLETE" in call("--show-completion", "bash").stdout
 
 
 def test_a_step_is_the_same_as_itself(step):

@@ -9,8 +9,12 @@ import typer
 from rich.console import Console
 
 from keepstep.cli.places import step_at
+from keepstep.commit.catalog import read_manifest
+from keepstep.errors import CheckpointError
 
-__all__ = ["diff_steps", "print_key"]
+__all__ = ["diff_steps", "known_keys", "print_key"]
+
+MOST_KEYS = 1000
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")]
 Globs = Annotated[
@@ -19,9 +23,24 @@ Globs = Annotated[
 ]
 
 
+def known_keys(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The keys of the step on the command line that begin like this, for the shell; none where there is no such step."""
+    try:
+        manifest = read_manifest(step_at(str(ctx.params.get("step", ""))))
+    except (CheckpointError, OSError):
+        return []
+    keys = (*(spec.key for spec in manifest.tensors), *manifest.aliases, *manifest.components)
+    return [key for key in keys if key.startswith(incomplete)][:MOST_KEYS]
+
+
 def print_key(
     step: Annotated[str, typer.Argument(metavar="STEP", help="One step: its folder or URL.")],
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A key, such as model/layers.0.weight or scheduler.")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="A key, such as model/layers.0.weight or scheduler.", autocompletion=known_keys
+        ),
+    ],
     head: Annotated[int, typer.Option("--head", metavar="N", min=0, help="How many first elements to print.")] = 8,
     rank: Annotated[
         int, typer.Option("--rank", metavar="N", min=0, help="Whose value, where each rank has its own.")

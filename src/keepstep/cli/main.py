@@ -59,7 +59,7 @@ app = typer.Typer(
     name="keepstep",
     help="Lists, shows, verifies, copies, repairs and prunes the checkpoints of training runs, and drills training scripts.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

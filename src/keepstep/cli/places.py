@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.cli.words import plural, safe
-from keepstep.errors import StepNotFoundError, StorageError, UsageError
+from keepstep.errors import CheckpointError, StepNotFoundError, StorageError, UsageError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name
 from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage, storage_of
@@ -40,7 +40,8 @@ def folder_at(path: str) -> Storage:
     storage = storage_of(path)
     if isinstance(storage, LocalStorage) and not storage.root.exists():
         above = next(parent for parent in storage.root.parents if parent.exists())
-        raise StepNotFoundError(f"there is nothing at {storage.url}; the path exists as far as {above}")
+        hint = _near_steps(storage)
+        raise StepNotFoundError(f"there is nothing at {storage.url}; the path exists as far as {above}{hint}")
     return storage
 
 
@@ -163,4 +164,21 @@ def check_there(storage: Storage) -> None:
         StepNotFoundError: there is nothing.
     """
     if not isinstance(storage, LocalStorage) and next(iter(storage.list("")), None) is None:
-        raise StepNotFoundError(f"there is nothing at {storage.url}")
+        raise StepNotFoundError(f"there is nothing at {storage.url}{_near_steps(storage)}")
+
+
+def _near_steps(storage: Storage) -> str:
+    """Words about the steps beside a place where there is none, by their numbers; empty where nothing is known of any."""
+    name = name_of(storage)
+    wanted = parse_step_name(name)
+    if wanted is None and name.isdigit():
+        wanted = int(name)
+    try:
+        names = [each for each in parent_of(storage).folders() if parse_step_name(each) is not None]
+    except (CheckpointError, OSError):
+        # A hint and no more: the error is that nothing is there.
+        return ""
+    if wanted is None or not names:
+        return ""
+    nearest = sorted(names, key=lambda each: (abs((parse_step_name(each) or 0) - wanted), each))[:SHOWN]
+    return f"; the steps beside it: {', '.join(sorted(nearest))}{', …' if len(names) > SHOWN else ''}"

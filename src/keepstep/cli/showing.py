@@ -23,6 +23,7 @@ from keepstep.cli.words import (
 )
 from keepstep.commit.catalog import check_files, read_manifest
 from keepstep.errors import CorruptError, UsageError
+from keepstep.format.globs import near
 from keepstep.format.manifest import Component, Lineage, Manifest, Versions
 from keepstep.storage.base import Storage
 
@@ -267,6 +268,6 @@ def _tensor_lines(manifest: Manifest, pattern: str) -> tuple[TensorLine, ...]:
             tied.append(TensorLine(key, line.dtype, line.shape, line.layout, line.pieces, line.folder, stored))
     found = tuple(line for line in (*lines.values(), *tied) if fnmatchcase(line.key, pattern))
     if not found and lines:
-        some = ", ".join(list(lines)[:3])
-        raise UsageError(f"no key fits {pattern!r}; there are {len(lines) + len(tied):,} keys, such as {some}")
+        some, hint = ", ".join(list(lines)[:3]), near(pattern, list(lines))
+        raise UsageError(f"no key fits {pattern!r}; there are {len(lines) + len(tied):,} keys, such as {some}{hint}")
     return found
