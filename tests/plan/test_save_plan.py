@@ -325,3 +325,14 @@ def test_what_belongs_to_a_rank_alone_goes_to_its_state_file():
         ("~tree", -1),
     ]
     assert rank_files(live, 1, live_index=None, extras=()) == ()
+
+
+def test_listed_boxes_that_several_ranks_hold_are_shared_out_among_them():
+    box = [Box((at, 0), (2, 3)) for at in (0, 2)]
+    seen = []
+    for ranks in ((0,), (1,)):
+        listed = tuple((ranks[0], each) for each in box)
+        specs = tuple(TensorSpec(key, "float32", 0, "model") for key in "abc")
+        seen.append((ranks, Structure((Mesh((2,)),), (Layout((4, 3), 0, (), listed),), specs)))
+    stored = assign_writers(merge_structures(seen, 2), 2)
+    assert expected_bytes(stored, 2)["model"].tolist() == [72, 72]

@@ -88,6 +88,7 @@ def merge_structures(seen: list[tuple[tuple[int, ...], Structure]], world: int) 
             holders.setdefault(spec.key, []).append((ranks, spec, held))
     problems: list[str] = []
     load = [0] * len(meshes)
+    written = [0] * world
     specs = []
     for key, held_by in holders.items():
         spec = held_by[0][1]
@@ -95,7 +96,7 @@ def merge_structures(seen: list[tuple[tuple[int, ...], Structure]], world: int) 
         if problem:
             problems.append(problem)
             continue
-        layout = _joined(held_by, meshes, load)
+        layout = _joined(held_by, meshes, load, written)
         specs.append(msgspec.structs.replace(spec, layout=layouts.setdefault(layout, len(layouts))))
     if problems:
         raise MismatchError("ranks disagree about the state; nothing was written:", problems)
@@ -226,15 +227,25 @@ def _disagreement(key: str, held_by: list[tuple[tuple[int, ...], TensorSpec, Lay
     return None
 
 
-def _joined(held_by: list[tuple[tuple[int, ...], TensorSpec, Layout]], meshes: list[Mesh], load: list[int]) -> Layout:
-    """One layout for a tensor that several groups of ranks hold."""
+def _joined(
+    held_by: list[tuple[tuple[int, ...], TensorSpec, Layout]], meshes: list[Mesh], load: list[int], written: list[int]
+) -> Layout:
+    """One layout for a tensor that several groups of ranks hold.
+
+    Of a listed box the rank among its holders becomes the writer that has least to write so far; ``written`` counts it.
+    """
     layout = held_by[0][2]
     if layout.boxes is not None:
-        first: dict[Box, int] = {}
+        holders: dict[Box, list[int]] = {}
         for _, _, other in held_by:
             for rank, box in other.boxes or ():
-                first.setdefault(box, rank)
-        return Layout(layout.shape, 0, (), tuple((rank, box) for box, rank in first.items()))
+                holders.setdefault(box, []).append(rank)
+        listed = []
+        for box, having in holders.items():
+            writer = min(having, key=written.__getitem__)
+            written[writer] += box.elements * ITEM_BYTES[held_by[0][1].dtype]
+            listed.append((writer, box))
+        return Layout(layout.shape, 0, (), tuple(listed))
     plain = [ranks for ranks, _, other in held_by if other.mesh == 0 and all(cut.kind == "R" for cut in other.cuts)]
     if len(plain) == len(held_by):
         ranks = tuple(sorted(rank for group in plain for rank in group))
