@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def test_there_and_back_every_dtype_and_value_is_the_same(tmp_path):
     first = checks.write(tmp_path / "first", state)
     facts = json.loads(_convert(first, tmp_path / "step", "--check", "--json"))
     assert (facts["read"], facts["made"], facts["checked"], facts["problems"]) == ("dcp", "keepstep", True, [])
+    section = (Path(__file__).parents[2] / "docs/cli.md").read_text().split("### `convert --json`\n")[1].split("\n#")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(facts)
     *_, verified = verify(storage_of(tmp_path / "step"))
     assert verified.ok
     assert not verified.strays
