@@ -207,6 +207,16 @@ def test_parts_of_dictionaries(step):
     assert target["note"] == {"a": 1, "b": {"c": [2]}}
 
 
+@pytest.mark.parametrize("name", ["a/b", "1", "x[0]", "~", " "])
+def test_components_may_have_any_name(tmp_path, name):
+    ks.save(tmp_path / "s", {name: {"v": 1}, "other": 2})
+    target = {name: {"v": 5}, "other": 6}
+    report = ks.load(tmp_path / "s", target, only=[name], override={"**/v": 7})
+    assert target == {name: {"v": 7}, "other": 6}
+    assert len(report.components[name].overridden) == 1
+    assert report.components["other"].skipped
+
+
 # --- other values, a look, other names ------------------------------------------------------------------------------
 
 
@@ -247,6 +257,8 @@ def test_a_dry_run_reads_no_tensor_and_changes_nothing(step):
     assert f"160 bytes of {next(iter(report.files))}" in text
     with pytest.raises(MismatchError, match=r"model/head\.weight"):
         ks.load(storage, target, dry_run=True)
+    renamed = ks.load(path, target, allow_missing=["**/head.*"], rename={"^model/bdoy": "model/body"}, dry_run=True)
+    assert renamed.notes == ("rename='^model/bdoy': found in no key of the checkpoint",)
     ks.load(path, target, allow_missing=["**/head.*"])
     assert target["note"]["a"] == 1
 

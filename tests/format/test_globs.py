@@ -26,6 +26,7 @@ from keepstep.format.globs import Globs, near
         ("a/?", ["a/b", "a/b/c"], ["a/bc", "a"]),
         ("a.b", ["a.b"], ["axb"]),
         ("a[", ["a["], ["a"]),
+        ("x[0]*", ["x[0]*", "x0", "x01"], ["x[0]"]),
         ("a/x~1y", ["a/x~1y"], ["a/x/y"]),
     ],
 )

@@ -6,6 +6,7 @@ takes from what did not fit all that was allowed. Every pattern has to fit somet
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,13 +46,17 @@ def chosen(
     found = tree if selection.rename is None else dict(renamed_tree(tree, selection.rename))
     takes = binder
     if selection.only is not None:
-        globs = Globs(selection.only, "only")
+        globs = Globs(_spelt(selection.only, found, binder.state), "only")
         keys = [key for key, _ in _nodes(found)]
         _check_only(globs, keys, tree, dropped)
         touched = {above for key in keys if globs.takes(key) for above in _above(key)}
         takes = ChosenBinder(binder, globs.takes, touched)
-        everything = (*found, *binder.state)
-        takes.left_out |= {name for name in everything if name not in touched and not globs.takes(name)}
+        keys_of = {name: join("", name) for name in (*found, *binder.state)}
+        takes.left_out |= {name for name, key in keys_of.items() if key not in touched and not globs.takes(key)}
+    if isinstance(selection.rename, Mapping):
+        saved = [key for key, _ in _nodes(tree)]
+        idle = [pattern for pattern in selection.rename if not any(re.search(pattern, key) for key in saved)]
+        takes.notes.extend(f"rename={pattern!r}: found in no key of the checkpoint" for pattern in idle)
     if selection.override:
         found = _overridden(selection.override, found, takes.left_out)
     return found, takes
@@ -85,10 +90,9 @@ def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder, away: 
             binder.notes.append(f"allow_extra={pattern!r}: no key of the checkpoint fits{near(pattern, keys)}")
     for pattern in selection.override or ():
         globs = Globs([pattern], "override", below=False)
-        for key, _ in _nodes(tree):
-            component = key.partition("/")[0]
-            if component not in binder.left_out and component in binder.reports and globs.takes(key):
-                binder.reports[component].overridden.append(key)
+        for name, report in binder.reports.items():
+            here = {name: tree[name]} if name in tree and name not in binder.left_out else {}
+            report.overridden.extend(key for key, _ in _nodes(here) if globs.takes(key))
 
 
 def _demand(binder: Binder, away: Globs, completed: Globs) -> None:
@@ -105,6 +109,14 @@ def _demand(binder: Binder, away: Globs, completed: Globs) -> None:
             if away.takes(key) and line in binder.mismatches:
                 binder.lacks[key] = f"{key}: left out when it was saved; left_out= names the step that has it"
                 binder.mismatches[binder.mismatches.index(line)] = binder.lacks[key]
+
+
+def _spelt(only: Sequence[str], *named: Mapping[str, Any]) -> Sequence[str]:
+    """The patterns, of which a component's own name stands for its key, however that is spelt."""
+    if isinstance(only, str):
+        return only
+    names = {name for each in named for name in each}
+    return [join("", each) if isinstance(each, str) and each in names else each for each in only]
 
 
 def _check_only(globs: Globs, keys: list[str], tree: Mapping[str, Any], dropped: Sequence[str]) -> None:

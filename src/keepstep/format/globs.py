@@ -40,7 +40,8 @@ class Globs:
             raise UsageError(f"{option}={strange[0]!r}: a pattern is a text such as 'model/layers.*'")
         tail = "(?:/.*)?" if below else ""
         heads = [each.removesuffix("/**") if below else each for each in self.patterns]
-        self._each = [re.compile(f"(?:{_expression(each)}){tail}", re.DOTALL) for each in heads]
+        # A key that has brackets or stars in it is a pattern of itself too.
+        self._each = [re.compile(f"(?:{re.escape(each)}|{_expression(each)}){tail}", re.DOTALL) for each in heads]
 
     def takes(self, key: str) -> bool:
         """Whether the key, or one above it, fits any of the patterns."""
