@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import random
 import re
 import zipfile
 from dataclasses import dataclass
@@ -255,6 +256,42 @@ def test_a_flipped_bit_of_a_tensor_is_noticed(tmp_path):
         ks.load(path, into={"w": torch.zeros(64), "x": torch.zeros(64)})
     with ks.open(path) as step:
         assert torch.equal(step["x"], torch.arange(100, 164.0))
+
+
+def test_metadata_of_older_releases_is_read(tmp_path):
+    """As 2.3 wrote it: with neither a version nor a record of the storage, and nested values as one."""
+    state = {"w": {"a": torch.arange(6.0).reshape(2, 3)}, "opt": {"lr": 0.1, "groups": [{"x": (1, None)}]}}
+    options = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    path = checks.write(
+        tmp_path / "d", {"w.a": state["w"]["a"], "opt": state["opt"]}, planner=dcp.DefaultSavePlanner(**options)
+    )
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.planner_data = {"w.a": ("w", "a"), "opt": ("opt",)}
+    del metadata.__dict__["version"], metadata.__dict__["storage_meta"]
+    assert not any("transform_descriptors" in info.__getstate__() for info in metadata.storage_data.values())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    target = {"w": {"a": torch.zeros(2, 3)}, "opt": {}}
+    ks.load(path, into=target)
+    assert_same(target, state)
+
+
+@pytest.mark.slow
+def test_a_bit_that_is_flipped_anywhere_gives_the_same_or_a_clean_error(tmp_path):
+    state = {"w": torch.arange(8.0), "u": torch.ones(3, dtype=torch.uint16), "v": (1, "x")}
+    path = checks.write(tmp_path / "d", state)
+    file = path / "__0_0.distcp"
+    raw = file.read_bytes()
+    noticed = 0
+    for at in random.Random(0).sample(range(len(raw)), 400):
+        spoiled = bytearray(raw)
+        spoiled[at] ^= 1 << at % 8
+        file.write_bytes(spoiled)
+        try:
+            with ks.open(path) as step:
+                assert_same({"w": step["w"], "u": step["u"], "v": step.values_of("v")}, state)
+        except CorruptError:
+            noticed += 1
+    assert noticed > 50
 
 
 def test_what_is_missing_or_cut_off_is_listed(tmp_path):

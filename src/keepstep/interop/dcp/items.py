@@ -146,7 +146,7 @@ def find_extent(blob: Blob, tensor: SavedTensor, chunk: Chunk) -> Extent:
             view, info = _read_view(archive)
         if view is None or info is None:
             return _held(_Window(blob, item.offset, item.length), tensor, chunk)
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, struct.error) as err:
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, RuntimeError, struct.error, zlib.error) as err:
         raise CorruptError(f"{item.file}: the entry of {tensor.name!r}{chunk.box} is damaged: {err}") from err
     if (view.dtype, view.shape) != (tensor.dtype, chunk.box.sizes):
         raise CorruptError(
