@@ -1,6 +1,6 @@
 """How fast a sharded model leaves as safetensors, against the raw limit of the same storage, and in how much memory.
 
-2 GiB in 32 tensors, saved by two ranks as DTensors split by rows; then exported by one process and by both ranks, as it is
+2 GiB in 64 tensors, saved by two ranks as DTensors split by rows; then exported by one process and by both ranks, as it is
 and cast to bfloat16 (whose raw limit writes half as much). The step is in the page cache, as after a save. Memory is the
 kernel's high-water mark of resident memory over a whole export.
 """
@@ -24,7 +24,7 @@ def save(context: Context) -> list[Result]:
     """The step that the other stages export."""
     import keepstep as ks
 
-    state = make_state(context, tensors=4 if context.quick else 32)
+    state = make_state(context, tensors=8 if context.quick else 64)
     ks.save(_step(context), state)
     return []
 

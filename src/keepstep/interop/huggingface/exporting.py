@@ -23,10 +23,10 @@ import torch
 from keepstep.checkpointer.foreign import FOREIGN, show_to_all
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CheckpointError, MismatchError, StepExistsError, StepNotFoundError, UsageError
-from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.layout import Structure, Want
+from keepstep.format.layout import Structure
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.shardfile import digest
+from keepstep.interop.huggingface.chunks import CHUNK_BYTES, Buffer, Chunk, page_aligned
 from keepstep.interop.huggingface.files import TORCH_NAMES, pack_file_header
 from keepstep.interop.huggingface.planning import (
     INDEX_NAME,
@@ -37,9 +37,6 @@ from keepstep.interop.huggingface.planning import (
     plan_files,
     share_files,
 )
-from keepstep.interop.runs import boxes_of_run
-from keepstep.move.reader import read_pieces
-from keepstep.plan.load_plan import find_pieces
 from keepstep.ranks import DEADLINE_S, Ranks
 from keepstep.state.shard import torch_dtype
 from keepstep.storage.base import Storage, Upload
@@ -48,13 +45,9 @@ from keepstep.storage.local import Place, storage_of
 __all__ = ["MAX_SHARD_BYTES", "Exported", "Wish", "export", "exporting"]
 
 MAX_SHARD_BYTES = 5_000_000_000
-CHUNK_BYTES = 1 << 24
-"""How much of a file is read, cast and written at once. A multiple of every page and of every element."""
 THREADS = 3
-CAST_ELEMENTS = 1 << 16
 MOST_FILES = 256
 """Files that one rank has open: they get their names when all of them are whole."""
-_COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".partial")
 MAX_CONFIG_BYTES = 1 << 27
@@ -297,10 +290,9 @@ def _written(
     specs = {spec.key: spec for spec in manifest.tensors}
     done = 0
     pending: set[Future[int]] = set()
-    buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+    buffers: SimpleQueue[Buffer] = SimpleQueue()
     for _ in range(THREADS):
-        # (Memory that is used again: fresh one would be faulted in for every chunk.)
-        buffers.put(_page_aligned(CHUNK_BYTES))
+        buffers.put(Buffer(page_aligned(CHUNK_BYTES)))
     with ThreadPoolExecutor(THREADS, thread_name_prefix="keepstep-export") as pool:
         try:
             for file in files:
@@ -313,7 +305,7 @@ def _written(
                 few = Structure(manifest.meshes, manifest.layouts, tuple(specs[key] for key in sorted(keys)))
                 for start in range(0, file.data_bytes, CHUNK_BYTES):
                     stop = min(start + CHUNK_BYTES, file.data_bytes)
-                    work = _Chunk(source, manifest, few, file, start, stop)
+                    work = Chunk(source, manifest, few, file, start, stop)
                     pending.add(pool.submit(work.move, upload, len(header), buffers))
                     # No more than one waits for its turn. A store that takes parts in order gets them nearly so.
                     while len(pending) > THREADS:
@@ -327,77 +319,3 @@ def _written(
         finally:
             for each in pending:
                 each.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Bytes [start, stop) of the data of one file."""
-
-    source: Storage
-    manifest: Manifest
-    structure: Structure
-    file: OutFile
-    start: int
-    stop: int
-
-    def move(self, upload: Upload, data_offset: int, buffers: SimpleQueue[torch.Tensor]) -> int:
-        """Reads the chunk, proved, casts what is to be cast, writes it; returns its size. Any thread."""
-        buffer = buffers.get_nowait()
-        try:
-            self._fill(buffer[: self.stop - self.start])
-            upload.write_at(data_offset + self.start, buffer[: self.stop - self.start].numpy().data)
-        finally:
-            buffers.put(buffer)
-        return self.stop - self.start
-
-    def _fill(self, memory: torch.Tensor) -> None:
-        wants: list[Want] = []
-        targets: list[torch.Tensor] = []
-        casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        for one, origin in zip(self.file.tensors, self.file.sources, strict=True):
-            low, high = max(one.start, self.start), min(one.stop, self.stop)
-            if low >= high:
-                continue
-            item = ITEM_BYTES[one.dtype]
-            run = memory[low - self.start : high - self.start].view(torch_dtype(one.dtype))
-            first, last = (low - one.start) // item, (high - one.start) // item
-            into = run
-            if one.dtype != origin.dtype:
-                into = torch.empty(last - first, dtype=torch_dtype(origin.dtype), device="cpu")
-                casts.append((one.name, into, run))
-            at = 0
-            for box in boxes_of_run(one.shape, first, last):
-                wants.append(Want(origin.key, box))
-                targets.append(into[at : at + box.elements].view(box.sizes))
-                at += box.elements
-        pieces = find_pieces(self.structure, wants, -1)
-        read_pieces(self.source, self.manifest, pieces, wants=wants, targets=targets)
-        for name, stored, run in casts:
-            _cast(name, stored, run)
-
-
-def _page_aligned(size: int) -> torch.Tensor:
-    """Bytes at the beginning of a page: what goes past the page cache has to."""
-    spare = torch.empty(size + 4096, dtype=torch.uint8, device="cpu")
-    skip = -spare.data_ptr() % 4096
-    return spare[skip : skip + size]
-
-
-def _cast(name: str, stored: torch.Tensor, run: torch.Tensor) -> None:
-    """Converts, and refuses to make infinities or nothings of numbers that were some. A little at a time: it stays near."""
-    limit = torch.finfo(run.dtype).max
-    for start in range(0, stored.numel(), CAST_ELEMENTS):
-        before, after = stored[start : start + CAST_ELEMENTS], run[start : start + CAST_ELEMENTS]
-        after.copy_(before)
-        if before.dtype in _COMPARED:
-            least, most = before.aminmax()
-            if bool((least >= -limit) & (most <= limit)):
-                continue
-        lost = ~after.to(torch.promote_types(after.dtype, torch.float32)).isfinite()
-        if bool(lost.any()) and bool((lost := lost & before.isfinite()).any()):
-            largest, kind = float(before[lost].abs().max()), str(run.dtype).removeprefix("torch.")
-            raise MismatchError(
-                f"elements of {name} do not fit into {kind}:",
-                [f"{name}: such as {largest:g}; the largest {kind} is {limit:g}"],
-                then="Nothing was written. bfloat16 has the range of float32.",
-            )
