@@ -34,6 +34,7 @@ QUESTIONS = [
     "async_saves",
     "boundary",
     "object_store",
+    "export",
     "dcp_adapters",
 ]
 MEASURED = [
