@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import keepstep as ks
 from tests.helpers.ranks import RankPool
 from tests.interop import megatron_checks as checks
 
@@ -20,6 +22,19 @@ def test_a_sharded_state_dict_is_saved_and_filled_in_another_layout(tmp_path):
     with RankPool(2) as pool:
         halves = pool(2)(checks.saved_and_loaded, str(tmp_path), timeout_s=120)
         pool(2)(checks.loaded_whole, str(tmp_path), halves)
+        # Two tensor-parallel ranks, then two data-parallel ones; each is loaded on one rank and on two.
+        for parts in (2, 1):
+            folder = tmp_path / f"optimizer-{parts}"
+            pool(2)(checks.optimizer_saved, str(folder), parts)
+            for world in (1, 2):
+                pool(world)(checks.optimizer_loaded, str(folder))
+                with ks.open(folder / "flat") as saved, ks.open(folder / f"again-{world}") as again:
+                    assert set(saved) == set(again)
+                    assert len(saved) == 4 * 3
+                    for key in saved:
+                        assert torch.equal(saved[key], again[key]), key
+                    assert saved["optimizer/mlp.linear_fc1.weight/exp_avg"].shape == (64, 8)
+                    assert saved["optimizer/mlp.linear_fc1.weight/exp_avg"].all()
 
 
 def test_the_code_of_the_page_runs(tmp_path):

@@ -20,12 +20,12 @@ from keepstep.checkpointer import load as load_step
 from keepstep.checkpointer import save as save_step
 from keepstep.checkpointer.opened import Checkpoint
 from keepstep.errors import CorruptError, UnsafeValueError, UsageError
-from keepstep.format.objects import ObjectNode, decode, encode, join
-from keepstep.state import Flat, Sharded
+from keepstep.format.objects import ObjectNode, TorchValue, decode, encode, join
+from keepstep.state import Flat, FlatPiece, Sharded, flat
 from keepstep.state.shard import dtype_name, torch_dtype
 from keepstep.storage.local import Place
 
-__all__ = ["ShardedState", "load", "save"]
+__all__ = ["ShardedState", "distributed_optimizer", "load", "save"]
 
 TENSORS, OBJECTS, COMMON = "tensors", "objects", "common"
 
@@ -98,6 +98,75 @@ class ShardedState:
         parts = Parts.of(self._build())
         parts.state()[TENSORS].copy_(given[TENSORS])
         self._apply(parts.joined(given[COMMON], given[OBJECTS]))
+
+
+def distributed_optimizer(optimizer: Any, model_sharded_state_dict: Mapping[str, Any]) -> Flat:
+    """Masters and moments of a DistributedOptimizer under the names of the parameters, as a part of a state.
+
+    Nothing is gathered or copied: the flat slices of this rank are saved as they lie, and filled by a load, from any
+    tensor-, pipeline- and data-parallel size. Hyperparameters and steps are in ``optimizer.state_dict()``. Not collective.
+
+    Args:
+        optimizer: a DistributedOptimizer, or a ChainedOptimizer of such, whose state exists: after a step, or after
+            ``optimizer.load_state_dict(optimizer.state_dict())``.
+        model_sharded_state_dict: of the model, with the parameters themselves as data, as ``sharded_state_dict`` has it.
+
+    Raises:
+        UsageError: a parameter that is not in the model's sharded state dict.
+    """
+    parts: dict[str, dict[str, list[Sharded]]] = {}
+    named = _pieces_by_parameter(model_sharded_state_dict)
+    names = {piece.name for pieces in named.values() for piece in pieces}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        buckets = [bucket for ranges in one.gbuf_ranges for several in ranges.values() for bucket in several]
+        for parameter, ranges in [item for bucket in buckets for item in bucket["param_map"].items()]:
+            if id(parameter) not in named:
+                raise UsageError(
+                    f"a parameter of shape {list(parameter.shape)} is not in the model's sharded state dict"
+                )
+            state = one._get_main_param_and_optimizer_states(parameter)
+            buffers = {kind: value.detach() for kind, value in state.items() if kind != "step"}
+            held = [_within(piece, ranges["param"].start, ranges["param"].end) for piece in named[id(parameter)]]
+            for name, kinds in flat(buffers, held).items():
+                for kind, part in kinds.items():
+                    parts.setdefault(name, {}).setdefault(kind, []).append(part)
+    made = {name: {kind: _together(several) for kind, several in kinds.items()} for name, kinds in parts.items()}
+    return Flat(made, frozenset(names))
+
+
+def _pieces_by_parameter(model: Mapping[str, Any]) -> dict[int, list[FlatPiece]]:
+    """For each parameter the boxes of global tensors that it is; ``at`` is where such a box begins in the parameter."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    found: dict[int, list[FlatPiece]] = {}
+    for leaf in nested_values(dict(model)):
+        if not isinstance(getattr(leaf, "data", None), torch.Tensor):
+            continue
+        built = leaf.build() if hasattr(leaf, "build") else [leaf]
+        for part in nested_values(built):
+            at = part.data.storage_offset() - leaf.data.storage_offset()
+            if (
+                not part.data.is_contiguous()
+                or part.data.untyped_storage()._cdata != leaf.data.untyped_storage()._cdata
+            ):
+                raise UsageError(f"{part.key}: its factory makes no plain slices of the parameter")
+            shape = (1,) * part.prepend_axis_num + tuple(part.data.shape)
+            place = tuple(map(int, part.global_shape)), tuple(map(int, part.global_offset))
+            found.setdefault(id(leaf.data), []).append(FlatPiece(part.key, shape, 0, part.data.numel(), at, *place))
+    return found
+
+
+def _within(piece: FlatPiece, low: int, high: int) -> FlatPiece:
+    """What [low, high) of the parameter has of a piece; in a buffer that begins at ``low``."""
+    first, last = max(low, piece.at), min(high, piece.at + piece.elements)
+    count = max(last - first, 0)
+    start, at = (first - piece.at, first - low) if count else (0, 0)
+    return FlatPiece(piece.name, piece.shape, start, count, at, piece.global_shape, piece.offsets)
+
+
+def _together(several: list[Sharded]) -> Sharded:
+    views = tuple(local for part in several for local in part.locals)
+    return Sharded(views, several[0].global_shape, tuple(at for part in several for at in part.offsets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +285,10 @@ def _lowered(value: Any) -> Any:
         return ObjectNode("tensor", name, [list(value.shape), raw])
     if kind is BytesIO:
         return ObjectNode("buffer", "BytesIO", value.getvalue())
+    if kind is torch.dtype:
+        return TorchValue("dtype", str(value).removeprefix("torch."))
     if kind in (dict, OrderedDict):
-        return kind((key, _lowered(item)) for key, item in value.items())
+        return kind((_lowered(key), _lowered(item)) for key, item in value.items())
     return kind(map(_lowered, value)) if kind in (list, tuple) else value
 
 
@@ -235,8 +306,10 @@ def _raised(value: Any) -> Any:
         return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
     if kind is ObjectNode and value.kind == "buffer":
         return BytesIO(value.tree)
-    if kind is ObjectNode:
+    if kind is TorchValue and value.kind == "dtype":
+        return torch_dtype(value.text)
+    if kind is ObjectNode or kind is TorchValue:
         raise CorruptError(f"an object of the unknown kind {value.kind!r}")
     if kind in (dict, OrderedDict):
-        return kind((key, _raised(item)) for key, item in value.items())
+        return kind((_raised(key), _raised(item)) for key, item in value.items())
     return kind(map(_raised, value)) if kind in (list, tuple) else value
