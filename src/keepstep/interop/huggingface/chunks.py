@@ -20,7 +20,7 @@ from keepstep.storage.base import Storage, Upload
 
 __all__ = ["CHUNK_BYTES", "Buffer", "Chunk", "page_aligned"]
 
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 25
 """How much of a file is read, cast and written at once. A multiple of every page and of every element."""
 CAST_ELEMENTS = 1 << 20
 _COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
