@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import keepstep as ks
 from keepstep.check.verify import verify
 from keepstep.cli.main import app
+from keepstep.errors import UsageError
 from keepstep.interop.dcp import Reader, Stager, Writer
 from keepstep.storage.local import storage_of
 from tests.helpers.same import assert_same
@@ -124,14 +125,17 @@ def test_the_place_may_be_named_by_the_call_and_one_writer_saves_often(tmp_path)
         assert ks.open(path).step == number
 
 
-def test_a_committed_step_is_not_replaced_unless_that_is_asked_for(tmp_path):
+def test_a_committed_step_is_replaced_whole_or_refused(tmp_path):
+    """As with torch's own writer, whose tuning is taken and means nothing."""
     save(tmp_path / "s", {"w": torch.ones(2)})
     with pytest.raises(CheckpointException, match="is already committed"):
-        save(tmp_path / "s", {"w": torch.zeros(2)})
+        dcp.save({"w": torch.zeros(2)}, storage_writer=Writer(tmp_path / "s", overwrite=False), no_dist=True)
     assert torch.equal(ks.open(tmp_path / "s")["w"], torch.ones(2))
-    dcp.save({"v": torch.zeros(2)}, storage_writer=Writer(tmp_path / "s", overwrite=True), no_dist=True)
+    dcp.save({"v": torch.zeros(2)}, storage_writer=Writer(path=tmp_path / "s", thread_count=2), no_dist=True)
     assert list(ks.open(tmp_path / "s")) == ["v"]
     check_sound(tmp_path / "s")
+    with pytest.raises(UsageError, match="_extensions"):
+        Writer(tmp_path / "s", _extensions=[object()])
 
 
 def test_values_that_cannot_be_stored_are_refused_by_name(tmp_path):
@@ -206,12 +210,12 @@ def test_plans_that_are_kept_from_save_to_save_are_used_again(tmp_path, monkeypa
         path = tmp_path / ("same" if number > 2 else str(number))
         state = {"w": torch.full((3,), float(number)), "n": number}
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(state, storage_writer=Writer(path, overwrite=True), planner=planner, no_dist=True)
+        dcp.save(state, storage_writer=Writer(path), planner=planner, no_dist=True)
         assert_same(load(path, empty(state)), state)
         check_sound(path)
     again = {"w": torch.full((3,), 9.0), "n": 9}
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    dcp.save(again, storage_writer=Writer(path, overwrite=True), planner=planner, no_dist=True)
+    dcp.save(again, storage_writer=Writer(path), planner=planner, no_dist=True)
     assert_same(load(path, empty(again)), again)
     check_sound(path)
 

@@ -59,6 +59,9 @@ __all__ = ["Writer"]
 
 ATTEMPT_NAME = "attempt"
 """Holds the save id while planners use plans of an earlier save, which hold that one's."""
+_TUNING = frozenset(
+    {"single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict"}
+)
 _STEP = re.compile(r"step[-_]?(\d{1,18})")
 
 
@@ -67,10 +70,14 @@ class Writer(StorageWriter):
 
     Args:
         path: the folder of the step, or a URL; ``checkpoint_id`` of a call takes its place.
-        overwrite: whether a step that is committed there may be replaced. Readers see the old or the new one, whole.
+        overwrite: whether a step that is committed there may be replaced, as torch's own writer does. Here readers see the
+            old or the new one, whole, and the old one stays where the save fails.
         step: the number to record; by default the one in the folder's name (``step-100``), else 0.
+        tuning: ``thread_count`` and what else tunes torch's writer. It changes nothing: every rank writes one file for each
+            component, synced, with as many threads as are of use.
 
     Raises:
+        UsageError: an argument that it does not know, such as extensions, which would change what is written.
         StepExistsError: from a save, a step is committed there and ``overwrite`` is False. (As all of these, inside of what
             torch raises.)
         UnsafeValueError: values that cannot be stored without pickle; lists all. Nothing was committed.
@@ -78,7 +85,13 @@ class Writer(StorageWriter):
         StorageError: nothing was committed.
     """
 
-    def __init__(self, path: Place | None = None, *, overwrite: bool = False, step: int | None = None) -> None:
+    def __init__(
+        self, path: Place | None = None, *, overwrite: bool = True, step: int | None = None, **tuning: object
+    ) -> None:
+        if unknown := sorted(set(tuning) - _TUNING):
+            raise UsageError(
+                f"Writer takes no {', '.join(unknown)}; of torch's writer it takes {', '.join(sorted(_TUNING))}"
+            )
         self._path = path
         self._overwrite = overwrite
         self._step = step
