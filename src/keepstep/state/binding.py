@@ -179,7 +179,9 @@ class TreeBinder(ABC):
         """The saved parameters of which this rank's flat buffers hold something; others belong to other ranks."""
         for key in node:
             if key not in target.names:
-                self._surplus(join(path, key), "in the checkpoint, not among the parameters of the target's flat buffer")
+                self._surplus(
+                    join(path, key), "in the checkpoint, not among the parameters of the target's flat buffer"
+                )
         return {key: item for key, item in node.items() if key in target}
 
     def _bind_list(self, target: list[Any], node: list[Any], path: str) -> Any:

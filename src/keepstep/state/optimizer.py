@@ -89,7 +89,9 @@ def at_names(tree: dict[str, Any], names: list[str]) -> dict[str, Any]:
     numbers = [number for group in tree["param_groups"] for number in group["params"]]
     if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(names))):
         return tree
-    state = {names[key] if type(key) is int and key < len(names) else key: value for key, value in tree["state"].items()}
+    state = {
+        names[key] if type(key) is int and key < len(names) else key: value for key, value in tree["state"].items()
+    }
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in tree["param_groups"]]
     return {**tree, "state": state, "param_groups": groups}
 
