@@ -18,7 +18,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "cli",
         "report drill interop advise",
         "checkpointer",
-        "copies check data",
+        "copies check data foreign",
         "agent",
         "move commit",
         "state plan",

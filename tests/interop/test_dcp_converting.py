@@ -153,7 +153,8 @@ import sys
 from pathlib import Path
 from keepstep.cli.main import app
 from keepstep.interop.adopting import adopting
-from keepstep.interop.dcp import export, step
+from keepstep.foreign.dcp import step
+from keepstep.interop.dcp import export
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 before = peak()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import keepstep as ks
 from keepstep.errors import CheckpointError, CorruptError, MismatchError, StepNotFoundError, UnsafeValueError
-from keepstep.interop.dcp.metadata import parse_metadata
+from keepstep.foreign.dcp.metadata import parse_metadata
 from tests.helpers.same import assert_same
 from tests.interop import dcp_checks as checks
 

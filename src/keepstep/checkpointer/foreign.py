@@ -1,12 +1,9 @@
-"""What another program has put where a manifest should be, and how it is shown as a step.
+"""What another program has put where a manifest should be, and who shows it as a step.
 
-Who can show it lives on a floor above this one, and is found by its name when it is needed: nothing here depends on it, and
-nothing of it is imported for a step of keepstep's own.
+Nothing of that is imported for a step of keepstep's own.
 """
 
 from __future__ import annotations
-
-from importlib import import_module
 
 from keepstep.format.manifest import MANIFEST_NAME
 from keepstep.ranks import Ranks
@@ -33,13 +30,17 @@ def show_foreign(storage: Storage, raw: bytes) -> tuple[Storage, bytes]:
     """The folder as a step, and the manifest of that.
 
     Raises:
-        UnsafeValueError, CorruptError: it holds what is not plain, or is damaged; see ``keepstep.interop``.
+        UnsafeValueError, CorruptError: it holds what is not plain, or is damaged; see ``keepstep.foreign``.
     """
     shown: Storage
     if raw.startswith(SAFETENSORS):
-        shown = import_module("keepstep.interop.huggingface.step").show_folder(storage)
+        from keepstep.foreign.safetensors.step import show_folder
+
+        shown = show_folder(storage)
     else:
-        shown = import_module("keepstep.interop.dcp.step").show_directory(storage, raw)
+        from keepstep.foreign.dcp.step import show_directory
+
+        shown = show_directory(storage, raw)
     return shown, read_blob(shown, MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
 

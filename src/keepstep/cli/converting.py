@@ -122,12 +122,12 @@ def _opened(source: str, only: tuple[str, ...]) -> tuple[str, Storage]:
             ) from err
         raw = b""
     if not raw:
-        from keepstep.interop.huggingface.step import show_folder
+        from keepstep.foreign.safetensors.step import show_folder
 
         return "safetensors", show_folder(place, file=path.name if path.is_file() else "")
     if raw[:1] != b"\x80":
         return "keepstep", place
-    from keepstep.interop.dcp.step import show_directory
+    from keepstep.foreign.dcp.step import show_directory
 
     return "dcp", show_directory(place, raw, only)
 
@@ -147,8 +147,8 @@ def _going(
         from keepstep.interop.dcp.export import exporting
 
         return len(wanted), size, exporting(step, manifest, storage_of(target), only=only, overwrite=overwrite)
+    from keepstep.foreign.shown import ShownStep
     from keepstep.interop.adopting import adopting
-    from keepstep.interop.shown import ShownStep
 
     if not isinstance(step, ShownStep):
         raise UsageError(f"{step.url} is a step already")
@@ -187,8 +187,8 @@ def _read_again(target: str, made: str, bar: Progress) -> tuple[Problem, ...]:
         return ()
     goal = storage_of(target)
     if made == "dcp":
+        from keepstep.foreign.dcp.step import show_directory
         from keepstep.interop.adopting import reading
-        from keepstep.interop.dcp.step import show_directory
 
         try:
             for done, total in reading(show_directory(goal, read_blob(goal, MANIFEST_NAME, MAX_MANIFEST_BYTES))):

@@ -94,8 +94,8 @@ def import_model(
     as_json: _Json = False,
 ) -> None:
     """Import a model as a committed step of that component alone. Nothing at SRC is changed."""
+    from keepstep.foreign.safetensors.step import show_folder
     from keepstep.interop.adopting import adopting
-    from keepstep.interop.huggingface.step import show_folder
 
     began = time.monotonic()
     path = Path(source).expanduser()

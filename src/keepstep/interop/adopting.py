@@ -12,8 +12,8 @@ import msgspec
 from keepstep.checkpointer.saving import file_heads
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError
+from keepstep.foreign.shown import ShownStep
 from keepstep.format.manifest import MANIFEST_NAME, Receipt
-from keepstep.interop.shown import ShownStep
 from keepstep.move.arena import CHUNK_BYTES, ONCE_BYTES, Arena
 from keepstep.move.writer import Chunk, Origin, ShardWriter
 from keepstep.storage.base import Storage

@@ -25,13 +25,13 @@ import torch
 from keepstep.checkpointer.foreign import FOREIGN, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CorruptError, StepExistsError, StepNotFoundError, StorageError, UnsafeValueError, UsageError
+from keepstep.foreign.shown import ShownStep
 from keepstep.format.box import whole
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.objects import ObjectNode, RankRef, join
 from keepstep.format.shardfile import digest
-from keepstep.interop.shown import ShownStep
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.optimizer import at_names

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from keepstep.checkpointer.loading import read_trees
 from keepstep.errors import StepExistsError, UnsafeValueError, UsageError
+from keepstep.foreign.dcp.metadata import METADATA_NAME
 from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import TensorSpec, Want, parts
 from keepstep.format.manifest import Manifest
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
-from keepstep.interop.dcp.metadata import METADATA_NAME
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype

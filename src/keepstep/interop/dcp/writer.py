@@ -28,6 +28,7 @@ from torch.futures import Future
 from keepstep.checkpointer.saving import file_heads
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError, StorageError, UsageError
+from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.manifest import MANIFEST_NAME, TREE_NAME, FileRecord, Receipt, promised_files
@@ -44,7 +45,6 @@ from keepstep.interop.dcp.written import (
     manifest_of,
     tree_of,
 )
-from keepstep.interop.plain import load_plain
 from keepstep.move.arena import ONCE_BYTES, Arena
 from keepstep.move.staging import fill
 from keepstep.move.writer import Origin, ShardWriter

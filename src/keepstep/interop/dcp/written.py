@@ -14,6 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from keepstep.errors import CorruptError, MismatchError, UsageError
+from keepstep.foreign.paths import Path, key_of, place
 from keepstep.format.box import Box
 from keepstep.format.layout import Layout, Mesh, Structure, TensorSpec
 from keepstep.format.manifest import (
@@ -52,7 +53,6 @@ NOTES_NAME = "torch.distributed.checkpoint"
 LOOSE = "tensors"
 """The folder of tensors at the top of a state. (The state file is written last, when all values are known.)"""
 MAX_FOLDERS = 12
-Path = tuple[str | int, ...]
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -97,14 +97,6 @@ class Notes(msgspec.Struct, frozen=True):
     paths: dict[str, tuple[str | int, ...]]
     values: tuple[str, ...]
     raw: tuple[str, ...] = ()
-
-
-def key_of(path: Path) -> str:
-    """The key of a place in the state."""
-    key = ""
-    for part in path:
-        key = join(key, part)
-    return key
 
 
 def folders_of(names: Sequence[str]) -> dict[str, str]:
@@ -284,24 +276,3 @@ def components_of(tree: Mapping[str, Any], structure: Structure) -> dict[str, Co
         shown = value.type_name if type(value) is ObjectNode else "Tensor" if kind == "tensor" else type(value).__name__
         found[name] = Component(kind, shown, tensors, size, folder)
     return found
-
-
-def place(tree: dict[str, Any], path: Path, value: Any, most: int) -> None:
-    """Puts a value where it stood: text is a dictionary's key, a number a place in a list of at most ``most``.
-
-    Raises:
-        CorruptError: that is no place, or is taken.
-    """
-    here: Any = tree
-    for part, after in zip(path, (*path[1:], None), strict=True):
-        made: Any = value if after is None else {} if type(after) is str else []
-        if type(part) is str and isinstance(here, dict):
-            here = here.setdefault(part, made)
-        elif type(part) is int and isinstance(here, list) and 0 <= part <= most:
-            here.extend([None] * (part + 1 - len(here)))
-            here[part] = made if here[part] is None else here[part]
-            here = here[part]
-        else:
-            raise CorruptError(f"{path!r} cannot be a place in the state: {part!r} of a {type(here).__name__}")
-    if here is not value:
-        raise CorruptError(f"{path!r} stands in the state twice")

@@ -23,11 +23,11 @@ import torch
 from keepstep.checkpointer.foreign import FOREIGN, show_to_all
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CheckpointError, MismatchError, StepExistsError, StepNotFoundError, UsageError
+from keepstep.foreign.safetensors.files import TORCH_NAMES, pack_file_header
 from keepstep.format.layout import Structure
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.shardfile import digest
 from keepstep.interop.huggingface.chunks import CHUNK_BYTES, Buffer, Chunk, page_aligned
-from keepstep.interop.huggingface.files import TORCH_NAMES, pack_file_header
 from keepstep.interop.huggingface.planning import (
     INDEX_NAME,
     SINGLE_NAME,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from keepstep.errors import MismatchError, UsageError
+from keepstep.foreign.safetensors.files import TORCH_NAMES, StoredTensor
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.objects import ObjectNode, TensorRef
-from keepstep.interop.huggingface.files import TORCH_NAMES, StoredTensor
 
 __all__ = [
     "INDEX_NAME",

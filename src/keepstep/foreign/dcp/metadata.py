@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.foreign.plain import Call
 from keepstep.format.box import Box
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.interop.plain import Call
 
 __all__ = ["METADATA_NAME", "Chunk", "Directory", "Item", "SavedTensor", "SavedValue", "parse_metadata"]
 

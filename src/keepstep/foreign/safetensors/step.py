@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.errors import CorruptError, StepNotFoundError, StorageError
+from keepstep.foreign.safetensors.files import StoredTensor, parse_file
+from keepstep.foreign.shown import OpenFiles, Piece, ShownStep, ShownTensor, Source
 from keepstep.format.box import whole
 from keepstep.format.objects import ObjectNode, TensorRef, join
 from keepstep.format.shardfile import digest
-from keepstep.interop.huggingface.files import StoredTensor, parse_file
-from keepstep.interop.shown import OpenFiles, Piece, ShownStep, ShownTensor, Source
 from keepstep.storage.base import Blob, Storage, read_blob
 from keepstep.storage.local import LocalStorage, check_name
 

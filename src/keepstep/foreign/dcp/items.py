@@ -23,9 +23,9 @@ import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
 from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.foreign.dcp.metadata import Chunk, Item, SavedTensor, SavedValue
+from keepstep.foreign.plain import STORAGE_DTYPES, Call, has_checksums, load_plain, row_major
 from keepstep.format.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
-from keepstep.interop.dcp.metadata import Chunk, Item, SavedTensor, SavedValue
-from keepstep.interop.plain import STORAGE_DTYPES, Call, has_checksums, load_plain, row_major
 from keepstep.storage.base import Blob
 
 __all__ = ["Extent", "find_extent", "prove", "read_value"]

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from keepstep.checkpointer.saving import file_heads
 from keepstep.errors import CorruptError, StorageError
+from keepstep.foreign.plain import row_major
 from keepstep.format.box import Box, whole
 from keepstep.format.layout import Layout, Mesh, Structure, TensorSpec
 from keepstep.format.manifest import (
@@ -39,9 +39,7 @@ from keepstep.format.manifest import (
     safe_folder,
 )
 from keepstep.format.objects import TensorRef, join
-from keepstep.format.shardfile import digest
-from keepstep.interop.plain import row_major
-from keepstep.move.writer import Origin
+from keepstep.format.shardfile import digest, pack_header
 from keepstep.plan.save_plan import Extra, FilePlan, rank_files
 from keepstep.state.capture import Snapshot, capture
 from keepstep.storage.base import Blob, Storage, Upload
@@ -178,12 +176,13 @@ class ShownStep(Storage):
     def _make_headers(self, name: str, step: int) -> dict[str, tuple[FileRecord, ...]]:
         found: dict[str, list[FileRecord]] = {spec.folder: [] for spec in self.structure.tensors}
         for rank, plans in self.plans.items():
-            heads = file_heads(plans, Origin(name, step, rank), None)
-            for head, plan in zip(heads, plans, strict=True):
-                size = len(head.header) + plan.data_bytes
-                record = FileRecord(rank, size, plan.data_bytes, f"{digest(head.header):016x}")
+            for plan in plans:
+                entries = tuple(slot.entry for slot in plan.slots)
+                header = pack_header(entries, plan.data_bytes, save_id=name, step=step, rank=rank)
+                size = len(header) + plan.data_bytes
+                record = FileRecord(rank, size, plan.data_bytes, f"{digest(header):016x}")
                 found.setdefault(plan.folder, []).append(record)
-                self._files[file_name(plan.folder, rank, name)] = head.header, plan
+                self._files[file_name(plan.folder, rank, name)] = header, plan
         return {folder: tuple(records) for folder, records in found.items()}
 
     def open(self, name: str) -> Blob:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import CorruptError, UnsafeValueError, UsageError
+from keepstep.foreign.dcp.items import Extent, find_extent, prove, read_value
+from keepstep.foreign.dcp.metadata import METADATA_NAME, Chunk, Directory, SavedTensor, parse_metadata
+from keepstep.foreign.paths import key_of, place
+from keepstep.foreign.shown import OpenFiles, Piece, ShownStep, ShownTensor, Source
 from keepstep.format.objects import TensorRef
 from keepstep.format.shardfile import digest
-from keepstep.interop.dcp.items import Extent, find_extent, prove, read_value
-from keepstep.interop.dcp.metadata import METADATA_NAME, Chunk, Directory, SavedTensor, parse_metadata
-from keepstep.interop.dcp.written import key_of, place
-from keepstep.interop.shown import OpenFiles, Piece, ShownStep, ShownTensor, Source
 from keepstep.storage.base import Storage
 
 __all__ = ["show_directory"]

@@ -1,0 +1,1 @@
+"""What other programs have written, shown as steps: whoever reads steps reads them unchanged. Nothing in them is run."""

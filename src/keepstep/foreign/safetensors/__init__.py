@@ -1,0 +1,1 @@
+"""Safetensors as Hugging Face's libraries lay them out."""
