@@ -36,7 +36,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 check: $(READY)
-	scripts/check
+	WORKERS=$(WORKERS) scripts/check
 
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(slow or ranks or gpu) and not (soak or alone)" --durations=60
