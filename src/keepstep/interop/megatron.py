@@ -166,7 +166,7 @@ def _within(piece: FlatPiece, low: int, high: int) -> FlatPiece:
 
 def _together(several: list[Sharded]) -> Sharded:
     views = tuple(local for part in several for local in part.locals)
-    return Sharded(views, several[0].global_shape, tuple(at for part in several for at in part.offsets))
+    return Sharded(views, several[0].global_shape, tuple(at for part in several for at in part.starts))
 
 
 @dataclass(frozen=True, slots=True)

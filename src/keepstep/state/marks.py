@@ -90,22 +90,27 @@ class PerRank:
 class Sharded:
     """Local tensors that are boxes of one global tensor. Made by ``sharded``, with one box, and ``flat``.
 
-    ``locals`` holds at least one tensor; ``offsets`` says of each where its box begins, in elements.
+    ``locals`` holds at least one tensor; ``starts`` says of each where its box begins, in elements.
     """
 
     locals: tuple[torch.Tensor, ...]
     global_shape: tuple[int, ...]
-    offsets: tuple[tuple[int, ...], ...]
+    starts: tuple[tuple[int, ...], ...]
 
     @property
     def local(self) -> torch.Tensor:
         """The local tensor, of which there is one unless this is a part of a flat buffer; else the first."""
         return self.locals[0]
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the box of ``local`` begins, in elements."""
+        return self.starts[0]
+
     def empty_like(self, dtype: torch.dtype) -> Sharded:
         """The same boxes in new memory."""
         made = tuple(torch.empty_like(local, dtype=dtype) for local in self.locals)
-        return Sharded(made, self.global_shape, self.offsets)
+        return Sharded(made, self.global_shape, self.starts)
 
     def copy_(self, other: Sharded) -> None:
         """Takes the elements of another one with the same boxes, converted where the dtype differs."""

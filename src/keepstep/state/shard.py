@@ -79,7 +79,7 @@ class LayoutTable:
         """
         if type(tensor) is Sharded:
             dtype = check_storable(tensor.local)
-            boxes = [(at, tuple(local.shape)) for at, local in zip(tensor.offsets, tensor.locals, strict=True)]
+            boxes = [(at, tuple(local.shape)) for at, local in zip(tensor.starts, tensor.locals, strict=True)]
             return self._listed([local.detach() for local in tensor.locals], tensor.global_shape, boxes, dtype)
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             if type(tensor).__name__ == "DTensor":
