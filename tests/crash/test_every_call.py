@@ -66,9 +66,10 @@ def named(error, storage):
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind():
     """No thread of the library, and no failed save that nobody was told of."""
+    before = {*threading.enumerate()}
     yield
     end = time.monotonic() + 30
-    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("keepstep")]:
+    while left := [each.name for each in {*threading.enumerate()} - before if each.name.startswith("keepstep")]:
         assert time.monotonic() < end, left
         threading.Event().wait(0.005)
 
