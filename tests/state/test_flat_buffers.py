@@ -32,7 +32,7 @@ def test_parts_of_any_length_hold_every_element_once(elements, align):
     for start in range(0, 48, elements):
         buffer, pieces = packed(start, elements, align)
         for name, part in ks.flat(buffer, pieces).items():
-            for local, at in zip(part.locals, part.offsets, strict=True):
+            for local, at in zip(part.locals, part.starts, strict=True):
                 there = seen[name][tuple(slice(o, o + s) for o, s in zip(at, local.shape, strict=True))]
                 assert torch.all(there == -1)
                 there.copy_(local)
