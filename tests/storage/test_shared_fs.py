@@ -212,6 +212,28 @@ def test_a_handle_that_is_stale_is_asked_for_once_more(tmp_path):
         assert loaded(at / "step") == 3.0
 
 
+def test_a_folder_that_another_machine_removes_is_gone_while_it_is_listed(tmp_path, monkeypatch):
+    """A stale root is an error: of what is in it nothing is known."""
+    storage = LocalStorage(tmp_path)
+    for name in ("step/model/x", "step/state/y", "run.json"):
+        storage.put(name, b"1")
+    real = os.scandir
+
+    def scandir(folder):
+        if str(folder).endswith(stale):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    stale = "model"
+    assert dict(storage.list("")) == {"step/state/y": 1, "run.json": 1}
+    stale = "step"
+    assert not [*storage.list("step")]
+    stale = str(tmp_path)
+    with pytest.raises(StorageError, match=r"errno 116"):
+        [*storage.list("")]
+
+
 def test_a_file_that_was_replaced_under_its_reader_is_not_mixed_with_the_new_one(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     storage.put("x", b"a" * 9000)

@@ -114,9 +114,9 @@ class LocalStorage(Storage):
         """Walks the folder; unfinished files (``.partial``) too. Sizes may be old where files are shared: ``open`` knows."""
         # (Of a name below it, so that the folder itself is no link either.)
         pending = [self._path(f"{prefix}/x").parent if prefix else self.root]
-        while pending:
+        while pending and (folder := pending.pop()):
             try:
-                with os.scandir(pending.pop()) as items:
+                with os.scandir(folder) as items:
                     for item in items:
                         if item.is_dir(follow_symlinks=False):
                             pending.append(Path(item.path))
@@ -127,10 +127,10 @@ class LocalStorage(Storage):
                         with contextlib.suppress(FileNotFoundError):
                             size = item.stat(follow_symlinks=False).st_size
                         yield Path(item.path).relative_to(self.root).as_posix(), size
-            except (FileNotFoundError, NotADirectoryError):
-                continue
             except OSError as err:
-                raise StorageError("list", prefix or ".", err) from err
+                gone = err.errno in (errno.ENOENT, errno.ENOTDIR)  # (Another machine's removal makes a folder stale.)
+                if not gone and (err.errno != errno.ESTALE or folder == self.root):
+                    raise StorageError("list", prefix or ".", err) from err
 
     def folders(self) -> Sequence[str]:
         """Folders directly below the root; links are not followed."""
