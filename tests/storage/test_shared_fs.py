@@ -18,7 +18,7 @@ from keepstep.commit.retention import sweep_leftovers
 from keepstep.errors import StorageError
 from keepstep.storage.base import read_blob
 from keepstep.storage.local import LocalStorage
-from tests.helpers.agents import stop_agents
+from tests.helpers.agents import agents_below, is_alive, stop_agents, wait_until
 from tests.helpers.fuse import can_serve, served
 from tests.helpers.jobs import Job, alone, run_job
 from tests.helpers.mounts import enter, mount
@@ -430,7 +430,10 @@ def runs_on_two_machines(folder, machines, ways):
         job.kill()
         job.wait()
         at_least = int(said.read_text())
+        running = [report.pid for report in agents_below(folder)]
         stop_agents(folder)
+        # (One that is just leaving refuses the next start, plainly.)
+        wait_until(lambda running=running: not any(map(is_alive, running)))
         machines = machines[::-1]
         ends = run_job(folder / f"again-{number}", 2, a_run, root, machines, background, 2)
         assert ends[0] == ends[1]
