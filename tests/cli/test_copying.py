@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ from keepstep.errors import StorageError
 from tests.cli.test_commands import documented
 from tests.conftest import SEED
 from tests.helpers.agents import wait_until
+from tests.helpers.buckets import environment
 from tests.helpers.proxy import STALL, proxy_before
 from tests.helpers.same import assert_same
 
@@ -207,18 +207,6 @@ def test_what_does_not_fit_is_said_before_anything_is_written(saved, tmp_path, m
 
 
 # --- disks and buckets ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def environment(server, endpoint=""):
-    """As a user's shell has it: the URL says nothing of where the store is and who may enter."""
-    before = dict(os.environ)
-    os.environ.update(server.environment(endpoint))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def a_root(server, name):

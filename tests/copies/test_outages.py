@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import secrets
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from keepstep.commit.retention import Keep
 from keepstep.storage.remote import RemoteStorage
 from keepstep.storage.retry import Patience
 from tests.helpers.agents import agent_of, is_alive, kill_agent, wait_until
+from tests.helpers.buckets import environment
 from tests.helpers.proxy import DROP, STALL, proxy_before
 from tests.helpers.runs import contents, run, steps_in, train
 
@@ -43,18 +43,6 @@ while True:
     print("committed", state.progress.step, flush=True)
     sys.stdin.readline()
 """
-
-
-@contextlib.contextmanager
-def environment(server, endpoint):
-    """As a user's shell has it."""
-    before = dict(os.environ)
-    os.environ.update(server.environment(endpoint))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import Progress
 
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.places import folder_at
+from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_manifest
 from keepstep.errors import CorruptError, StepNotFoundError, StorageError, UsageError
@@ -76,7 +77,7 @@ def convert_step(
     goal = target if made == "torch" else storage_of(target).url
     tensors, size, going = _going(step, source, (made, target), wanted, overwrite=overwrite)
     problems: tuple[Problem, ...] = ()
-    with _bar() as bar, contextlib.closing(going):
+    with bar_of() as bar, contextlib.closing(going):
         task = bar.add_task("convert", total=size)
         for done in going:
             bar.update(task, completed=done)
@@ -211,9 +212,3 @@ def _print(facts: Conversion) -> None:
     console.print(line, soft_wrap=True)
     for problem in facts.problems[:SHOWN]:
         console.print(f"  {problem.kind}: {safe(problem.text)}", soft_wrap=True)
-
-
-def _bar() -> Progress:
-    errors = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

@@ -11,10 +11,11 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import Progress
 
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.places import folder_at, is_step, name_of, parent_of, root_at, step_at
+from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
 from keepstep.commit.catalog import Catalog, check_files, read_catalog, read_manifest, step_storage
 from keepstep.commit.copying import COPY_THREADS, Copied, copying
@@ -197,7 +198,10 @@ def _copy(wish: _Wish, number: int | None, place: Storage, *, threads: int, chec
     name = step_name(number) if number is not None else name_of(wish.root)
     problems: tuple[Problem, ...] = ()
     try:
-        with _bar() as bar, contextlib.closing(copying(wish.root, place, number, threads=threads)) as going:
+        with (
+            bar_of() as bar,
+            contextlib.closing(copying(wish.root, place, number, threads=threads)) as going,
+        ):
             task = bar.add_task(safe(name), total=None)
             for copied in going:
                 bar.update(task, completed=copied.bytes + copied.kept_bytes, total=copied.total_bytes)
@@ -267,9 +271,3 @@ def _print_step(result: CopiedStep, console: Console) -> None:
     console.print(line, soft_wrap=True)
     for problem in result.problems[:SHOWN]:
         console.print(f"  {problem.kind}: {safe(problem.text)}", soft_wrap=True)
-
-
-def _bar() -> Progress:
-    errors = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from keepstep.cli.places import folder_at
+from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
 from keepstep.commit.catalog import step_storage
 from keepstep.errors import UsageError
@@ -68,7 +68,10 @@ def export_step(
 
     place = folder_at(step)
     wish = Wish(component, parse_size(max_shard), dtype, _rules(rename), config, overwrite)
-    with _bar() as bar, contextlib.closing(exporting(place, folder, wish)) as going:
+    with (
+        bar_of() as bar,
+        contextlib.closing(exporting(place, folder, wish)) as going,
+    ):
         task = bar.add_task("export", total=None)
         for facts in going:
             bar.update(task, completed=facts.bytes_written, total=facts.total_bytes)
@@ -104,7 +107,10 @@ def import_model(
     shown = show_folder(folder, component, file=path.name if alone else "", step=step)
     target = step_storage(storage_of(root), step)
     total = sum(record.data_bytes for records in shown.manifest.files.values() for record in records)
-    with _bar() as bar, contextlib.closing(adopting(shown, target, overwrite=overwrite)) as going:
+    with (
+        bar_of() as bar,
+        contextlib.closing(adopting(shown, target, overwrite=overwrite)) as going,
+    ):
         task = bar.add_task("import", total=total)
         for done in going:
             bar.update(task, completed=done)
@@ -139,9 +145,3 @@ def _rules(rename: list[str] | None) -> dict[str, str] | None:
     if wrong:
         raise UsageError(f"--rename {wrong[0]!r}: write PATTERN=TEXT, such as '^transformer\\.=model.'")
     return {pattern: text for pattern, _, text in (rule.partition("=") for rule in rename)}
-
-
-def _bar() -> Progress:
-    errors = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

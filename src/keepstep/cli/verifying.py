@@ -145,8 +145,9 @@ def _run(storage: Storage, name: str, errors: Console) -> StepResult:
     )
 
 
-def bar_of(errors: Console) -> Progress:
-    """A bar of bytes that goes away at its end; nothing where that is no terminal."""
+def bar_of(errors: Console | None = None) -> Progress:
+    """A bar of bytes on the error stream that goes away at its end; nothing where that is no terminal."""
+    errors = errors or Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 

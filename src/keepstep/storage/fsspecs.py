@@ -162,18 +162,15 @@ class FsspecClient(Client):
 
     def list(self, folder: str) -> Sequence[tuple[str, int]]:
         """See Client. Unfinished files are listed too, so that they can be swept."""
-        below = f"{self._path(folder)}/" if folder else f"{self._root}/"
-        try:
-            with self._one:
-                found: dict[str, dict[str, Any]] = self._files.find(below.rstrip("/") or "/", detail=True, **self._long)
-        except FileNotFoundError as err:
-            self._check_bucket(err)
-            return []
-        cut = len(self._root) + 1
-        return [(path[cut:], int(about["size"] or 0)) for path, about in found.items() if path.startswith(below)]
+        return [(name, int(about["size"] or 0)) for name, about in self._found(folder).items()]
 
     def written_at(self, folder: str) -> Mapping[str, float]:
         """See Client. Each file system says it under a name of its own."""
+        told = {name: _time_of(about) for name, about in self._found(folder).items()}
+        return {name: at for name, at in told.items() if at is not None}
+
+    def _found(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        """What the file system says of each file below a folder."""
         below = f"{self._path(folder)}/" if folder else f"{self._root}/"
         try:
             with self._one:
@@ -182,8 +179,7 @@ class FsspecClient(Client):
             self._check_bucket(err)
             return {}
         cut = len(self._root) + 1
-        told = {path[cut:]: _time_of(about) for path, about in found.items() if path.startswith(below)}
-        return {name: at for name, at in told.items() if at is not None}
+        return {path[cut:]: about for path, about in found.items() if path.startswith(below)}
 
     def folders(self) -> Sequence[str]:
         """See Client."""
