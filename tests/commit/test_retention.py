@@ -19,7 +19,8 @@ from keepstep.check.verify import verify
 from keepstep.commit.catalog import Catalog, Found, read_catalog, step_storage
 from keepstep.commit.conclude import Order
 from keepstep.commit.pins import pin_step, pinned_steps, unpin_step
-from keepstep.commit.retention import Keep, for_space, judge
+from keepstep.commit.publish import new_incarnation
+from keepstep.commit.retention import Keep, for_space, judge, sweep_leftovers
 from keepstep.errors import MismatchError, StepNotFoundError, UsageError
 from tests.conftest import SEED
 from tests.helpers.storages import Watched
@@ -441,3 +442,22 @@ def test_a_kill_at_any_call_of_retention_is_finished_later(name):
 def kept_after(wanted, name):
     """What the rules keep once step 7 is saved by a start that has resumed from step 6."""
     return {"remove": {6}, "strip": set(wanted) | {6}, "both": {2, 4, 6}}[name]
+
+
+def test_a_start_that_takes_its_number_while_another_sweeps_gets_it(tmp_path, monkeypatch):
+    """Between the file of the note and its name comes the sweep of the start before it; what killed starts left goes."""
+    root = ks.LocalStorage(tmp_path)
+    first = new_incarnation(root, b"first\n")
+    left = tmp_path / "incarnations" / f"{first:06d}.5f3a91c2.partial"
+    left.write_bytes(b"fir")
+    link = os.link
+
+    def linked(source, target):
+        monkeypatch.setattr(os, "link", link)
+        sweep_leftovers(root, read_catalog(root), first)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", linked)
+    assert new_incarnation(root, b"second\n") == first + 1
+    assert sorted(path.name for path in (tmp_path / "incarnations").iterdir()) == [f"{first:06d}", f"{first + 1:06d}"]
+    assert not left.exists()
