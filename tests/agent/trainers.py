@@ -148,7 +148,9 @@ def saving_on(rank, world, root, notes, size_bytes):
     board = np.memmap(notes, np.int64, "r+")
     state = made(0, size_bytes, world, rank)
     with ks.Checkpointer(root, state, background="agent", keep=ks.Keep(last=2), deadline_s=30.0) as ckpt:
-        step = ckpt.restore().step
+        # Of a run that was killed before all ranks had staged anything there may be nothing but an attempt.
+        promised = board[STAGED : STAGED + world].min()
+        step = ckpt.restore(allow_fresh=not promised).step
         assert not step or whole(state) == step
         board[RESTORED + rank] = step
         board[STARTS + rank] += 1
@@ -165,8 +167,16 @@ def note(board, place, step, staged):
         board[place] = step
 
 
-def usage(pid):
-    """Resident bytes, descriptors and threads of a process."""
+def usage(pid, looks=10):
+    """Resident bytes, descriptors and threads of a process: the least of some looks, as it may just be closing a call."""
+    seen = []
+    for _ in range(looks):
+        seen.append(usage_now(pid))
+        time.sleep(0.01)
+    return tuple(min(column) for column in zip(*seen, strict=True))
+
+
+def usage_now(pid):
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     held = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
     return int(fields["RssAnon"].split()[0]) << 10, held, int(fields["Threads"])

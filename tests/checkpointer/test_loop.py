@@ -468,7 +468,7 @@ def test_partial_files_go_at_the_next_start(tmp_path):
     run_to(tmp_path, 10)
     stray = tmp_path / "step-00000010" / "model" / "rank-00000.aaaaaaaa.safetensors.partial"
     stray.write_bytes(b"half")
-    records = [tmp_path / name for name in ("latest.0123abcd.partial", "incarnations/000009.0123abcd.partial")]
+    records = [tmp_path / name for name in ("latest.0123abcd.partial", "incarnations/000002.0123abcd.partial")]
     mine = tmp_path / "notes.partial"
     for path in (*records, mine):
         path.write_bytes(b"half")

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import warnings
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -444,20 +445,37 @@ def kept_after(wanted, name):
     return {"remove": {6}, "strip": set(wanted) | {6}, "both": {2, 4, 6}}[name]
 
 
-def test_a_start_that_takes_its_number_while_another_sweeps_gets_it(tmp_path, monkeypatch):
-    """Between the file of the note and its name comes the sweep of the start before it; what killed starts left goes."""
-    root = ks.LocalStorage(tmp_path)
-    first = new_incarnation(root, b"first\n")
-    left = tmp_path / "incarnations" / f"{first:06d}.5f3a91c2.partial"
-    left.write_bytes(b"fir")
+@pytest.fixture
+def swept_between(monkeypatch):
+    """What the start ``number`` of the job sweeps comes between the file of the next note and its name."""
     link = os.link
 
-    def linked(source, target):
-        monkeypatch.setattr(os, "link", link)
-        sweep_leftovers(root, read_catalog(root), first)
-        link(source, target)
+    def sweep_at_next(root, number):
+        def linked(source, target):
+            monkeypatch.setattr(os, "link", link)
+            sweep_leftovers(root, read_catalog(root), number)
+            assert not Path(source).exists()
+            link(source, target)
 
-    monkeypatch.setattr(os, "link", linked)
+        monkeypatch.setattr(os, "link", linked)
+
+    return sweep_at_next
+
+
+def test_a_start_that_takes_its_number_while_another_sweeps_gets_it(tmp_path, swept_between):
+    root = ks.LocalStorage(tmp_path)
+    first = new_incarnation(root, b"first\n")
+    left = tmp_path / "incarnations" / f"{first + 7:06d}.5f3a91c2.partial"
+    left.write_bytes(b"fir")
+    swept_between(root, first)
     assert new_incarnation(root, b"second\n") == first + 1
     assert sorted(path.name for path in (tmp_path / "incarnations").iterdir()) == [f"{first:06d}", f"{first + 1:06d}"]
-    assert not left.exists()
+
+
+def test_a_step_is_pinned_while_a_start_sweeps(tmp_path, swept_between):
+    saved(ks.LocalStorage(tmp_path), 10)
+    root = ks.LocalStorage(tmp_path)
+    swept_between(root, new_incarnation(root, b"next\n"))
+    assert pin_step(root, 10)
+    assert pinned_steps(root) == {10}
+    assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-00000010"]

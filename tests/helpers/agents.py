@@ -19,6 +19,17 @@ def agent_of(root: Path | str) -> StatusReport:
     return call_agent(socket_path(str(root)), Status())
 
 
+def agents_running(root: Path | str) -> list[int]:
+    """Every process that is an agent of this root, also one that does not listen yet, or no more."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if words[1:2] == [b"-c"] and b"keepstep.agent" in words[2] and words[3] == os.fsencode(root):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
 def agents_below(folder: Path) -> list[StatusReport]:
     """Every agent whose root lies in the folder."""
     found = []

@@ -26,7 +26,7 @@ from keepstep.commit.catalog import (
     read_manifest,
     step_storage,
 )
-from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, point_latest, read_hint, run_of
+from keepstep.commit.publish import INCARNATIONS, LATEST_NAME, RUN_NAME, point_latest, put_note, read_hint, run_of
 from keepstep.commit.records import now_text, read_records
 from keepstep.errors import CorruptError, FormatError, StepNotFoundError, StorageError
 from keepstep.format.manifest import FORMAT_MAJOR, MANIFEST_NAME, VERSION, Manifest, parse_step_name, step_name
@@ -338,7 +338,7 @@ def _records(root: Storage, catalog: Catalog, wish: Wish) -> Iterator[Action]:
         name = f"{INCARNATIONS}/{number:06d}"
         if f"{number:06d}" not in there:
             if not wish.dry_run:
-                root.put_new(name, msgspec.json.encode({"rebuilt": now_text(), "keepstep": VERSION}) + b"\n")
+                put_note(root, name, msgspec.json.encode({"rebuilt": now_text(), "keepstep": VERSION}) + b"\n")
             yield Action("incarnation", name, outcome, "made again: steps were saved by that start of the job")
 
 

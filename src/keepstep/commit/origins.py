@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_catalog, step_storage
-from keepstep.commit.publish import INCARNATIONS, RUN_NAME, run_of
+from keepstep.commit.publish import INCARNATIONS, RUN_NAME, put_note, run_of
 from keepstep.commit.records import now_text
 from keepstep.commit.transfer import ShardName
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError
@@ -136,13 +136,13 @@ def introduce(origin: Origin, target: Storage) -> None:
         if origin.root is not None and run_of(origin.root) is not None:
             raw = read_blob(origin.root, RUN_NAME, MAX_NOTE_BYTES)
         about = {"run": lineage.run, "created": now_text(), "format": FORMAT_MAJOR}
-        if not target.put_new(RUN_NAME, raw or msgspec.json.encode(about) + b"\n"):
+        if not put_note(target, RUN_NAME, raw or msgspec.json.encode(about) + b"\n"):
             check_run(origin, target)
             found = True
     if lineage.incarnation:
         note = _note_at(origin.root, lineage.incarnation) if origin.root is not None else None
         made = note or msgspec.json.encode({"copied": now_text(), "save": origin.manifest.save_id}) + b"\n"
-        if not target.put_new(f"{INCARNATIONS}/{lineage.incarnation:06d}", made):
+        if not put_note(target, f"{INCARNATIONS}/{lineage.incarnation:06d}", made):
             if origin.root is not None:
                 _check_line(origin.root, target, [lineage.incarnation])
             found = True

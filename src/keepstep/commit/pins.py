@@ -8,6 +8,7 @@ import errno
 import msgspec
 
 from keepstep.commit.catalog import step_storage
+from keepstep.commit.publish import put_note
 from keepstep.errors import StepNotFoundError, StorageError
 from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, step_name
 from keepstep.storage.base import Storage
@@ -32,7 +33,7 @@ def pin_step(root: Storage, step: int, note: str = "") -> bool:
     """
     _check_committed(root, step)
     fields = {"step": step, "note": note, "pinned": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
-    made = root.put_new(f"{PINS}/{step_name(step)}", msgspec.json.encode(fields) + b"\n")
+    made = put_note(root, f"{PINS}/{step_name(step)}", msgspec.json.encode(fields) + b"\n")
     try:
         # Retention may have looked for pins just before this one: once more, now that it is there.
         _check_committed(root, step)

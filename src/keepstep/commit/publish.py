@@ -45,6 +45,7 @@ __all__ = [
     "new_incarnation",
     "newest_incarnation",
     "point_latest",
+    "put_note",
     "read_hint",
     "run_of",
 ]
@@ -59,6 +60,7 @@ TALLY_NAME = "uploaded.json"
 _log = logging.getLogger("keepstep")
 MAX_HINT_BYTES = 1 << 16
 POINTING_TRIES = 20
+NOTE_TRIES = 3
 OVERTAKEN_S = 0.5
 """A manifest that took longer than this to be put in place is looked after: deadlines are a second or more."""
 
@@ -274,9 +276,23 @@ def new_incarnation(storage: Storage, note: bytes, above: int = 0) -> int:
     """Takes the next incarnation for this start of the job, ``above`` another one; of several at once each gets its own."""
     first = max(newest_incarnation(storage), above) + 1
     for number in range(first, first + 1000):
-        if storage.put_new(f"{INCARNATIONS}/{number:06d}", note):
+        if put_note(storage, f"{INCARNATIONS}/{number:06d}", note):
             return number
     raise UsageError(f"{storage.url}: could not take an incarnation; are a thousand jobs starting in one folder?")
+
+
+def put_note(storage: Storage, name: str, note: bytes) -> bool:
+    """``put_new`` of a record of the run. One that a start of the job sweeps while it is half written is written again.
+
+    A start cannot know whether a half-written record is of somebody who was killed, or of somebody who is at it.
+    """
+    for _ in range(NOTE_TRIES - 1):
+        try:
+            return storage.put_new(name, note)
+        except StorageError as err:
+            if err.errno != errno.ENOENT:
+                raise
+    return storage.put_new(name, note)
 
 
 def run_of(root: Storage) -> str | None:

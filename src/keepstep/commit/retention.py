@@ -252,8 +252,6 @@ def sweep_leftovers(root: Storage, catalog: Catalog, incarnation: int) -> None:
             own = f".{found.save_id}." in inside and inside.partition("/")[0] not in found.dropped
             if inside != MANIFEST_NAME and not (own and not inside.endswith(PARTIAL)):
                 beside.setdefault(folder, []).append(inside)
-        elif folder == INCARNATIONS and inside.partition(".")[0] > f"{incarnation:06d}":
-            continue  # A start is taking its number at this moment: what is half written is not left behind.
         elif folder in unfinished or (name.startswith(_RECORDS) and name.endswith(PARTIAL)):
             doomed.append(name)
     for folder, names in sorted(beside.items()):

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from keepstep.commit.catalog import Catalog, Found
-from keepstep.commit.publish import INCARNATIONS, ORDER_NAME, TALLY_NAME
+from keepstep.commit.publish import INCARNATIONS, ORDER_NAME, TALLY_NAME, put_note
 from keepstep.commit.retention import Keep, judge
 from keepstep.errors import CorruptError, StorageError
 from keepstep.storage.base import Storage, read_blob
@@ -173,7 +173,7 @@ def foreign_starts(near: Storage, far: Storage, used: Iterable[int]) -> frozense
         if number not in there and (number < top or foreign):
             # It was passed over by whoever took the next.
             foreign.add(number)
-        elif number not in there and far.put_new(f"{INCARNATIONS}/{number:06d}", note):
+        elif number not in there and put_note(far, f"{INCARNATIONS}/{number:06d}", note):
             continue
         elif _note(far, number) != note:
             foreign.add(number)

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field
 
 from keepstep.commit.catalog import Catalog, Found, read_catalog
-from keepstep.commit.publish import INCARNATIONS, RUN_NAME, new_incarnation, newest_incarnation, run_of
+from keepstep.commit.publish import INCARNATIONS, RUN_NAME, new_incarnation, newest_incarnation, put_note, run_of
 from keepstep.commit.retention import Keep
 from keepstep.commit.uploads import Tally, UploadOrder, foreign_starts, write_order, write_tally
 from keepstep.errors import MismatchError, StorageError
@@ -121,7 +121,7 @@ class Levels:
             known = [place for place, run in zip(places, runs, strict=True) if run is not None]
             record = read_blob(known[0], RUN_NAME, MAX_RECORD_BYTES) if known else about
             # (Of two that come at once, one is faster; then both are the same run.)
-            taken = [place.put_new(RUN_NAME, record) for place, run in zip(places, runs, strict=True) if run is None]
+            taken = [put_note(place, RUN_NAME, record) for place, run in zip(places, runs, strict=True) if run is None]
             if not all(taken):
                 return self.join_run(about)
         return run_of(self.near) or ""
@@ -143,7 +143,7 @@ class Levels:
             # Numbers that starts before this one have taken here alone become theirs there, before this one takes the next.
             foreign_starts(self.near, self.far, ())
             number = new_incarnation(self.far, note, above=newest_incarnation(self.near))
-            self.near.put_new(f"{INCARNATIONS}/{number:06d}", note)
+            put_note(self.near, f"{INCARNATIONS}/{number:06d}", note)
         write_order(self.near, UploadOrder(self.far.url, self.keep, number, self.by))
         if not self.away:
             # What was found there before this start may be gone since.
