@@ -20,13 +20,14 @@ from keepstep.errors import UsageError
 from keepstep.format.globs import Globs, near
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.state.capture import names_of
+from keepstep.state.casting import Casts
 from keepstep.state.chosen import ChosenBinder
 from keepstep.state.module import module_state, parameter_names
 from keepstep.state.optimizer import OptimizerView
 from keepstep.state.restore import Binder
 from keepstep.state.values import objects_in
 
-__all__ = ["GONE", "chosen", "settle"]
+__all__ = ["GONE", "casts_of", "chosen", "settle"]
 
 GONE = "its files were let go by retention, to keep the weights alone"
 _UNCHANGED = "Nothing was changed"
@@ -60,6 +61,18 @@ def chosen(
     if selection.override:
         found = _overridden(selection.override, found, takes.left_out)
     return found, takes
+
+
+def casts_of(cast: object, tree: Mapping[str, Any]) -> Casts:
+    """What ``cast`` says of the tensors of a saved tree.
+
+    Raises:
+        UsageError: it says nothing that can be done, or a pattern fits no tensor.
+    """
+    casts = Casts(cast)
+    found = {key: node for key, node in _nodes(tree) if type(node) in (TensorRef, RankRef)}
+    casts.check({key: node if type(node) is TensorRef else None for key, node in found.items()})
+    return casts
 
 
 def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder, away: Sequence[str]) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpointer.choosing import GONE, chosen, settle
+from keepstep.checkpointer.choosing import GONE, casts_of, chosen, settle
 from keepstep.checkpointer.differences import changed_since, mismatch_of, put_together
 from keepstep.checkpointer.foreign import FOREIGN, find_foreign, show_to_all
 from keepstep.checkpointer.foreseen import foresee
-from keepstep.checkpointer.options import LoadReport, Options, Selection
+from keepstep.checkpointer.options import Cast, LoadReport, Options, Selection
 from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename
 from keepstep.checkpointer.saving import no_collection
@@ -71,7 +71,7 @@ def load(
     strict: bool = True,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
-    cast: bool = False,
+    cast: Cast = False,
     rename: Rename | None = None,
     override: Mapping[str, Any] | None = None,
     left_out: Place | None = None,
@@ -92,7 +92,9 @@ def load(
         allow_missing: patterns of keys of the target that the checkpoint may lack. They stay as they are; state that an
             optimizer would have of such a parameter starts fresh.
         allow_extra: patterns of keys of the checkpoint that the target may lack.
-        cast: whether tensors may be converted to the target's dtype.
+        cast: True converts tensors to the target's dtype; a dtype, to that one alone; by pattern, some of them, and others
+            not: ``{"optimizer": None, "**/*.weight": torch.bfloat16}``. The first pattern that fits decides. Memory that the
+            target does not have yet, such as moments, is made in the dtype that is named.
         rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function.
         override: plain values to set instead of the saved ones, by pattern: ``{"optimizer/param_groups/*/lr": 1e-4}``.
         left_out: the step that has what a TrainState left out of this one (``leave_out=``). It is loaded first.
@@ -266,9 +268,11 @@ def bind_step(
     tree, own = read_trees(storage, manifest, ranks.rank)
     origin = Origin(manifest.world_size, manifest.aliases, own, manifest.step)
     table = LayoutTable(ranks.rank, ranks.world, [Mesh((ranks.world,))])
-    binder = Binder(table, into, origin, options.strict, options.cast)
+    binder = Binder(table, into, origin, options.strict, options.cast is True)
     if options.selection is not None:
         tree, binder = chosen(options.selection, tree, binder, manifest.dropped)
+    if type(options.cast) is not bool:
+        binder.cast = casts_of(options.cast, tree)
     for name, node in tree.items():
         if name in binder.left_out:
             binder.reports[name] = ComponentReport(skipped=True)

@@ -16,7 +16,7 @@ from keepstep.checkpointer.boundary import Boundaries
 from keepstep.checkpointer.course import Course, tidy_after_restore
 from keepstep.checkpointer.every import Every
 from keepstep.checkpointer.history import History
-from keepstep.checkpointer.options import LoadReport, Options, Selected, selection_of
+from keepstep.checkpointer.options import Cast, LoadReport, Options, Selected, selection_of
 from keepstep.checkpointer.pending import Pending
 from keepstep.checkpointer.preemption import Preempt, StopWatch, watch_for
 from keepstep.checkpointer.restoring import Wanted, restore_step
@@ -149,7 +149,7 @@ class Checkpointer(Closing):
         on_damage: str = "fall_back",
         allow_fresh: bool = False,
         strict: bool = True,
-        cast: bool = False,
+        cast: Cast = False,
         share_reads: bool | None = None,
         **selected: Unpack[Selected],
     ) -> LoadReport:

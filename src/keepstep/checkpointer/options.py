@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from keepstep.checkpointer.rename import Rename
+from keepstep.state.casting import Cast
 from keepstep.state.report import ComponentReport
 from keepstep.storage.local import Place
 
-__all__ = ["LoadReport", "Options", "Selected", "Selection", "selection_of"]
+__all__ = ["Cast", "LoadReport", "Options", "Selected", "Selection", "selection_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class LoadReport:
                 if listed:
                     notes.append(f"{len(listed)} {label} ({', '.join(listed[:3])}{', …' if len(listed) > 3 else ''})")
             lines.append(f"  {name}: {', '.join(notes)}")
+            lines.extend(f"    {count} {kind}" for kind, count in part.conversions.items())
             lines.extend(f"    {note}" for note in part.noted)
         if self.dry:
             needed = (f"{count:,} bytes (rank {rank})" for rank, count in enumerate(self.rank_bytes))
@@ -106,7 +108,7 @@ class Options:
     """How to load: how strict, whether dtypes may be converted, shared reads, a look alone; None selects everything."""
 
     strict: bool = True
-    cast: bool = False
+    cast: Cast = False
     share_reads: bool | None = None
     dry_run: bool = False
     selection: Selection | None = None

@@ -17,6 +17,7 @@ import torch
 from keepstep.errors import CheckpointError, MismatchError, UsageError
 from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
+from keepstep.state.casting import Casts
 from keepstep.state.marks import Flat, PerRank, Sharded
 from keepstep.state.memory import host
 from keepstep.state.report import ComponentReport, Origin
@@ -45,7 +46,7 @@ class TreeBinder(ABC):
     state: Mapping[str, Any]
     origin: Origin
     strict: bool = True
-    cast: bool = False
+    cast: bool | Casts = False
     wants: list[Want] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     placed: dict[tuple[str, int], None] = field(default_factory=dict)
@@ -237,7 +238,7 @@ class TreeBinder(ABC):
         """
         if type(node) is TensorRef:
             if place is not None:
-                if self._add(path, place(node), node, fresh=True):
+                if self._add(path, place(self._made(path, node)), node, fresh=True):
                     self._report.restored += 1
                 return node
             like = target if isinstance(target, torch.Tensor | Sharded) else None
@@ -263,21 +264,28 @@ class TreeBinder(ABC):
         if not live:
             if target is not ABSENT and not fresh:
                 self.mismatches.append(f"{path}: a {type(target).__name__} in the target, a tensor in the checkpoint")
-            elif self._add(path, host(ref), ref, fresh=True):
+            elif self._add(path, host(self._made(path, ref)), ref, fresh=True):
                 self._report.restored += 1
             return ref
         if fresh and type(target) is Sharded:
-            self._report.restored += self._add(path, target.empty_like(torch_dtype(ref.dtype)), ref, fresh=True)
+            dtype = torch_dtype(self._made(path, ref).dtype)
+            self._report.restored += self._add(path, target.empty_like(dtype), ref, fresh=True)
             return ref
         if fresh:
-            made = torch.empty_like(target, dtype=torch_dtype(ref.dtype)) if tuple(target.shape) == ref.shape else None
-            made = made if made is not None else host(ref).to(target.device)
+            wanted = self._made(path, ref)
+            dtype = torch_dtype(wanted.dtype)
+            made = torch.empty_like(target, dtype=dtype) if tuple(target.shape) == ref.shape else None
+            made = made if made is not None else host(wanted).to(target.device)
             self._add(path, made, ref, fresh=True)
             self._report.restored += 1
             return ref
         if self._add(path, target, ref, fresh=False):
             self._report.restored += 1
         return target
+
+    def _made(self, path: str, ref: TensorRef) -> TensorRef:
+        """What memory is made for a saved tensor, where the target has none."""
+        return ref if type(self.cast) is bool else self.cast.made(path, ref)
 
     def _add(self, path: str, target: Any, ref: TensorRef, *, fresh: bool) -> bool:
         """Adds one tensor to what is read, after comparing dtype, shape and ties."""
@@ -289,8 +297,12 @@ class TreeBinder(ABC):
         if shard.shape != ref.shape:
             self.mismatches.append(f"{path}: saved with shape {list(ref.shape)}, the target has {list(shard.shape)}")
             return False
+        to = self.cast if type(self.cast) is bool else self.cast.of(path, ref)
+        if type(to) is str and shard.dtype != to:
+            self.mismatches.append(f"{path}: cast= makes it {to}, the target is {shard.dtype}")
+            return False
         if shard.dtype != ref.dtype:
-            if not self.cast:
+            if to is False:
                 self.mismatches.append(
                     f"{path}: saved as {ref.dtype}, the target is {shard.dtype} (cast=True converts)"
                 )
@@ -299,6 +311,8 @@ class TreeBinder(ABC):
             temporary = target.empty_like(dtype) if type(target) is Sharded else torch.empty_like(target, dtype=dtype)
             self._casts[path] = (target, temporary)
             self._report.cast.append(path)
+            kind = f"{ref.dtype} as {shard.dtype}"
+            self._report.conversions[kind] = self._report.conversions.get(kind, 0) + 1
             shard = self.table.describe(temporary)
         if not all(map(writable, shard.locals)):
             self.mismatches.append(f"{path}: the target's elements share memory (an expanded or conjugated view)")

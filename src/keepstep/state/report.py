@@ -13,7 +13,8 @@ __all__ = ["ComponentReport", "Origin"]
 class ComponentReport:
     """What became of one component: counts of tensors and values, and the keys that were left out or made anew.
 
-    ``noted`` is what else a person should know, such as whether the disk holds the attached files that the step holds.
+    ``conversions`` counts the ``cast`` ones by their dtypes: ``{"float32 as bfloat16": 12}``. ``noted`` is what else a
+    person should know, such as whether the disk holds the attached files that the step holds.
     """
 
     restored: int = 0
@@ -25,6 +26,7 @@ class ComponentReport:
     skipped: bool = False
     noted: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)
+    conversions: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

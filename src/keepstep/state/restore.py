@@ -182,9 +182,10 @@ class Binder(TreeBinder):
         made = {}
         for key, item in node.items():
             below, there = join(path, key), live.get(key)
-            held = there if type(item) is TensorRef and isinstance(there, torch.Tensor) else None
-            if held is not None and fits(held, item, parameter, view.placed(name, item, group, siblings)):
-                made[key] = self._bind_tensor(held, item, below)
-            else:
-                made[key] = self._plain(item, below, place=place)
+            if type(item) is TensorRef and isinstance(there, torch.Tensor):
+                placed = view.placed(name, item, group, siblings)
+                if fits(there, self._made(below, item), parameter, placed):
+                    made[key] = self._bind_tensor(there, item, below)
+                    continue
+            made[key] = self._plain(item, below, place=place)
         return made
