@@ -35,6 +35,7 @@ from keepstep.format.manifest import MANIFEST_NAME, TREE_NAME, FileRecord, Recei
 from keepstep.format.objects import encode
 from keepstep.format.shardfile import Entry, digest
 from keepstep.interop.dcp.written import (
+    LOOSE,
     NOTES_NAME,
     Saved,
     Told,
@@ -144,8 +145,9 @@ class Writer(StorageWriter):
             self._there = (*self._there, ATTEMPT_NAME)
         elif ATTEMPT_NAME in there:
             storage.delete([ATTEMPT_NAME])
-        names = [_path_of(plan, item)[0] for plan in plans for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        folders = folders_of(list(map(str, dict.fromkeys(names))))
+        paths = (_path_of(plan, item) for plan in plans for item in plan.items if item.type != WriteItemType.BYTE_IO)
+        # What stands alone at the top shares one folder: a file for each would only be another file to wait for.
+        folders = folders_of([str(name) for name in dict.fromkeys(path[0] for path in paths if len(path) > 1)])
         return [
             dataclasses.replace(plan, storage_data=Told(self._save_id, rank, folders))
             for rank, plan in enumerate(plans)
@@ -242,11 +244,7 @@ def _path_of(plan: SavePlan, item: WriteItem) -> tuple[str | int, ...]:
 def _values(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The plain values that this rank writes, by torch's names; and names of those that are bytes of the planner's own."""
     # As it is, where the planner does with it what torch's does: it would be pickled, only to be read again.
-    plain = (
-        isinstance(planner, DefaultSavePlanner)
-        and type(planner).transform_object is DefaultSavePlanner.transform_object
-        and type(planner).resolve_data is DefaultSavePlanner.resolve_data
-    )
+    plain = _is_plain(planner)
     found: dict[str, Any] = {}
     raw = []
     for item in plan.items:
@@ -260,6 +258,16 @@ def _values(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], tuple
                     raw.append(name)
                 found[name] = data if name in raw else load_plain(data, name)
     return found, tuple(raw)
+
+
+def _is_plain(planner: SavePlanner) -> bool:
+    """Whether it gives what is in the state, as torch's own planner does."""
+    own = DefaultSavePlanner
+    return (
+        isinstance(planner, own)
+        and type(planner).transform_object is own.transform_object
+        and type(planner).resolve_data is own.resolve_data
+    )
 
 
 def _seen(planner: SavePlanner) -> dict[str, int]:
@@ -279,7 +287,7 @@ def _seen(planner: SavePlanner) -> dict[str, int]:
 
 
 class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
-    """The tensors that one rank writes, each asked for when its turn comes; and where each goes.
+    """The tensors that one rank writes, and where each goes.
 
     ``saved`` says what they are, ``names`` has the key of each name of torch's, ``values`` the tree of plain values.
     """
@@ -287,6 +295,7 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
     def __init__(self, plan: SavePlan, planner: SavePlanner, folders: dict[str, str], values: dict[str, Any]) -> None:
         self._planner = planner
         self._items: list[WriteItem | torch.Tensor] = []
+        plain = _is_plain(planner)
         self.saved: list[Saved] = []
         self.names: dict[str, str] = {}
         self.by_index: dict[MetadataIndex, tuple[Saved, Box]] = {}
@@ -295,7 +304,7 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
                 continue
             path = _path_of(plan, item)
             key = self.names[item.index.fqn] = key_of(path)
-            # Asked for twice: what it is may be another thing by now than what a plan that was kept says.
+            # (What it is may be another thing by now than what a plan that was kept says.)
             tensor = cast(torch.Tensor, planner.resolve_data(item))
             dtype = dtype_name(tensor.dtype)
             if dtype is None or tensor.layout is not torch.strided:
@@ -303,10 +312,11 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
             chunk = item.tensor_data.chunk
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             shape = tuple(item.tensor_data.size)
-            saved = Saved(key, dtype, folders[str(path[0])], shape, box)
+            saved = Saved(key, dtype, folders.get(str(path[0]), LOOSE), shape, box)
             self.by_index[item.index] = saved, box
             self.saved.append(saved)
-            self._items.append(item)
+            # One that the planner makes is made again when its turn comes: all of them may be more than the memory holds.
+            self._items.append(tensor if plain else item)
         self.values = b"{}"
         if values:
             snapshot = capture(values, rank=0, world=1)

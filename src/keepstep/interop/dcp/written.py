@@ -32,6 +32,7 @@ from keepstep.format.manifest import (
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, decode, join
 
 __all__ = [
+    "LOOSE",
     "NOTES_NAME",
     "Names",
     "Notes",
@@ -63,7 +64,7 @@ class Told(msgspec.Struct, frozen=True):
     folders: dict[str, str]
 
 
-class Saved(msgspec.Struct, frozen=True, array_like=True):
+class Saved(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a tensor that a rank has written."""
 
     key: str
@@ -100,12 +101,14 @@ class Notes(msgspec.Struct, frozen=True):
 
 
 def folders_of(names: Sequence[str]) -> dict[str, str]:
-    """The folder of each component that has tensors below it, in order."""
+    """The folder of each component that has tensors below it, in order; ``LOOSE`` for those that have none of their own."""
     found: dict[str, str] = {}
+    used: set[str] = set()
     for name in names:
-        crowded = len(set(found.values())) >= MAX_FOLDERS
-        fit = safe_folder(name) and name not in (STATE_FOLDER, LOOSE) and not crowded
-        found.setdefault(name, name if fit else LOOSE)
+        if name not in found:
+            fit = safe_folder(name) and name not in (STATE_FOLDER, LOOSE) and len(used) < MAX_FOLDERS
+            found[name] = name if fit else LOOSE
+            used.add(found[name])
     return found
 
 
