@@ -42,6 +42,16 @@ def test_without_what_is_below():
     assert not globs.takes("a/0/lr/0")
 
 
+def test_thousands_of_keys_are_no_thousands_of_expressions():
+    keys = [f"model/layers.{number}.weight" for number in range(4000)]
+    globs = Globs(keys, "only")
+    assert all(map(globs.takes, keys))
+    assert globs.takes("model/layers.17.weight/more")
+    assert not globs.takes("model/layers.4000.weight")
+    assert globs.idle(keys[1:]) == keys[:1]
+    assert Globs(["a", "a/**", "b/**", "c/*"], "only").idle(["a/x"]) == ["b/**", "c/*"]
+
+
 def test_idle_patterns_and_near_keys():
     keys = ["model/head.weight", "model/body.weight"]
     assert Globs(["model", "model/haed.*", "x"], "only").idle(keys) == ["model/haed.*", "x"]

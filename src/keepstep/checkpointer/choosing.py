@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepstep.checkpointer.options import Selection
+from keepstep.checkpointer.options import Demanded, Selection
 from keepstep.checkpointer.rename import renamed_tree
 from keepstep.errors import UsageError
 from keepstep.format.globs import Globs, near
@@ -27,7 +27,7 @@ from keepstep.state.optimizer import OptimizerView
 from keepstep.state.restore import Binder
 from keepstep.state.values import objects_in
 
-__all__ = ["GONE", "casts_of", "chosen", "settle"]
+__all__ = ["GONE", "casts_of", "chosen", "chosen_keys", "left_out_keys", "settle"]
 
 GONE = "its files were let go by retention, to keep the weights alone"
 _UNCHANGED = "Nothing was changed"
@@ -49,9 +49,16 @@ def chosen(
     if selection.only is not None:
         globs = Globs(_spelt(selection.only, found, binder.state), "only")
         keys = [key for key, _ in _nodes(found)]
-        _check_only(globs, keys, tree, dropped)
-        touched = {above for key in keys if globs.takes(key) for above in _above(key)}
+        away = Globs(selection.completed, "leave_out") if selection.completed else None
+        keys += left_out_keys(binder.state, away) if away is not None else ()
+        demanded = type(selection.only) is Demanded
+        if not demanded:
+            _check_only(globs, keys, tree, dropped)
+        touched = {above for key in (*selection.only, *keys) if globs.takes(key) for above in _above(key)}
         takes = ChosenBinder(binder, globs.takes, touched)
+        if demanded:
+            nowhere = [key for key in selection.only if key.partition("/")[0] not in {join("", n) for n in found}]
+            takes.mismatches.extend(f"{key}: not in the checkpoint, which has {', '.join(tree)}" for key in nowhere)
         keys_of = {name: join("", name) for name in (*found, *binder.state)}
         takes.left_out |= {name for name, key in keys_of.items() if key not in touched and not globs.takes(key)}
     if isinstance(selection.rename, Mapping):
@@ -63,16 +70,26 @@ def chosen(
     return found, takes
 
 
-def casts_of(cast: object, tree: Mapping[str, Any]) -> Casts:
-    """What ``cast`` says of the tensors of a saved tree.
+def casts_of(cast: object, tree: Mapping[str, Any], selection: Selection | None, state: Mapping[str, Any]) -> Casts:
+    """What ``cast`` says of the tensors of a saved tree. Of two steps that complete each other, one may have them.
 
     Raises:
         UsageError: it says nothing that can be done, or a pattern fits no tensor.
     """
     casts = Casts(cast)
-    found = {key: node for key, node in _nodes(tree) if type(node) in (TensorRef, RankRef)}
-    casts.check({key: node if type(node) is TensorRef else None for key, node in found.items()})
+    if selection is None or type(selection.only) is not Demanded:
+        found = {key: node for key, node in _nodes(tree) if type(node) in (TensorRef, RankRef)}
+        away = selection.completed if selection is not None else ()
+        others = dict.fromkeys(left_out_keys(state, Globs(away, "leave_out")) if away else ())
+        casts.check({**others, **{key: node if type(node) is TensorRef else None for key, node in found.items()}})
     return casts
+
+
+def left_out_keys(state: Mapping[str, Any], away: Globs) -> list[str]:
+    """The keys of the modules of a state which these patterns take."""
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    keys = (join(join("", name), key) for name, module in modules.items() for key in module_state(module))
+    return [key for key in keys if away.takes(key)]
 
 
 def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder, away: Sequence[str]) -> None:
@@ -80,6 +97,11 @@ def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder, away: 
 
     ``away`` are the patterns of what was left out when the step was saved.
     """
+    left_out: Globs | None = getattr(binder.state, "leave_out", None)
+    if type(selection.only) is Demanded:
+        binder.base = list(selection.only)
+    elif left_out is not None:
+        binder.base = left_out_keys(binder.state, left_out)
     missing = Globs(selection.allow_missing, "allow_missing")
     extra = Globs(selection.allow_extra, "allow_extra")
     _demand(binder, Globs(away, "leave_out"), Globs(selection.completed, "leave_out"))
@@ -122,6 +144,14 @@ def _demand(binder: Binder, away: Globs, completed: Globs) -> None:
             if away.takes(key) and line in binder.mismatches:
                 binder.lacks[key] = f"{key}: left out when it was saved; left_out= names the step that has it"
                 binder.mismatches[binder.mismatches.index(line)] = binder.lacks[key]
+
+
+def chosen_keys(only: Sequence[str] | None, keys: Sequence[str], state: Mapping[str, Any]) -> list[str]:
+    """Those of the keys which ``only`` takes."""
+    if only is None:
+        return list(keys)
+    globs = Globs(_spelt(only, state), "only")
+    return [key for key in keys if globs.takes(key)]
 
 
 def _spelt(only: Sequence[str], *named: Mapping[str, Any]) -> Sequence[str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from keepstep.errors import MismatchError
 from keepstep.format.manifest import Manifest
 from keepstep.ranks import Ranks
+from keepstep.state.files import FILES, Files
 from keepstep.state.provenance import NO_CONFIG, code_revision, differences
 from keepstep.state.restore import Binder
 from keepstep.state.train_state import TrainState
 
-__all__ = ["changed_since", "mismatch_of", "put_together"]
+__all__ = ["changed_since", "mismatch_of", "note_after", "put_together"]
 
 SHOWN_HINTS = 20
 
@@ -44,6 +47,15 @@ def mismatch_of(manifest: Manifest, url: str, binder: Binder) -> MismatchError:
         [*binder.mismatches, *_hints(binder), *binder.notes],
         "Nothing was changed.",
     )
+
+
+def note_after(into: Mapping[str, Any], binder: Binder) -> None:
+    """After everything was given back: which base a state has now, and how the files on the disk differ from the step's."""
+    if binder.mark is not None and isinstance(into, TrainState):
+        into.left_out_from = binder.mark
+    files = into.get(FILES)
+    if isinstance(files, Files) and binder.reports[FILES].restored:
+        binder.reports[FILES].noted.extend(files.differences())
 
 
 def changed_since(ranks: Ranks, manifest: Manifest, state: TrainState) -> tuple[str, ...]:

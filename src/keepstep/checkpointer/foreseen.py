@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 
@@ -15,7 +16,7 @@ from keepstep.ranks import Ranks
 from keepstep.state.restore import Binder
 from keepstep.storage.base import Storage
 
-__all__ = ["foresee"]
+__all__ = ["both", "foresee"]
 
 
 def foresee(ranks: Ranks, storage: Storage, manifest: Manifest, binder: Binder, deadline_s: float) -> LoadReport:
@@ -50,4 +51,21 @@ def foresee(ranks: Ranks, storage: Storage, manifest: Manifest, binder: Binder, 
         dry=True,
         files=dict(sorted(files.items())),
         rank_bytes=needed,
+        base=binder.mark or "",
+    )
+
+
+def both(report: LoadReport, source: LoadReport) -> LoadReport:
+    """What a load of a step and of what was left out of it did, or would do. Files of the other begin with its place."""
+    renamed = set(source.notes)
+    notes = [note for note in report.notes if not note.startswith("rename=") or note in renamed]
+    comes = "comes" if report.dry else "came"
+    return replace(
+        report,
+        bytes_read=report.bytes_read + source.bytes_read,
+        bytes_received=report.bytes_received + source.bytes_received,
+        bytes_needed=report.bytes_needed + source.bytes_needed,
+        files={**report.files, **{f"{source.url}/{name}": count for name, count in source.files.items()}},
+        rank_bytes=tuple(a + b for a, b in zip(report.rank_bytes, source.rank_bytes, strict=True)),
+        notes=(*notes, f"what was left out {comes} from {source.url}"),
     )

@@ -21,18 +21,20 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpointer.choosing import GONE, casts_of, chosen, settle
-from keepstep.checkpointer.differences import changed_since, mismatch_of, put_together
+from keepstep.checkpointer.bases import away_from, check_base, mark_base, note_base
+from keepstep.checkpointer.choosing import GONE, casts_of, chosen, chosen_keys, left_out_keys, settle
+from keepstep.checkpointer.differences import changed_since, mismatch_of, note_after, put_together
 from keepstep.checkpointer.foreign import FOREIGN, find_foreign, show_to_all
-from keepstep.checkpointer.foreseen import foresee
-from keepstep.checkpointer.options import Cast, LoadReport, Options, Selection
+from keepstep.checkpointer.foreseen import both, foresee
+from keepstep.checkpointer.options import Cast, Demanded, LoadReport, Options, Selection
 from keepstep.checkpointer.pending import SAVES
 from keepstep.checkpointer.rename import Rename
 from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.sharing import agree_to_share, with_values
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files, size_of
-from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError, UsageError
+from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError
 from keepstep.format.dtypes import ITEM_BYTES
+from keepstep.format.globs import Globs
 from keepstep.format.layout import Mesh, Structure
 from keepstep.format.manifest import (
     MANIFEST_NAME,
@@ -174,9 +176,8 @@ def load_step(
     if options.selection is not None and options.selection.left_out is not None:
         return load_completed(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
     timeline = Timeline()
-    together = (
-        ranks.world > 1 and storage.sealed and (storage.far if options.share_reads is None else options.share_reads)
-    )
+    share = options.share_reads
+    together = ranks.world > 1 and storage.sealed and (storage.far if share is None else share)
     storage = with_values(ranks, storage, manifest, deadline_s) if together else storage
     with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
         binder, values = bind_step(ranks, storage, manifest, into, options=options)
@@ -187,14 +188,16 @@ def load_step(
             binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
         if binder.mismatches:
             raise mismatch_of(manifest, storage.url, binder)
+    if binder.base is not None:
+        binder.mark = mark_base(ranks, storage, manifest, binder, deadline_s)
     if options.dry_run:
         return foresee(ranks, storage, manifest, binder, deadline_s)
-    sharing = agree_to_share(ranks, manifest, binder, options.share_reads, deadline_s) if together else None
+    sharing = agree_to_share(ranks, manifest, binder, share, deadline_s) if together else None
     with no_collection(), sharing or nullcontext(), ranks.phase(f"load step {manifest.step}", deadline_s) as phase:
         with timeline.span("read"):
             if sharing is None:
-                stored = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
-                pieces = find_pieces(stored, binder.wants, ranks.rank)
+                structure = Structure(manifest.meshes, manifest.layouts, manifest.tensors)
+                pieces = find_pieces(structure, binder.wants, ranks.rank)
                 read = read_pieces(storage, manifest, pieces, wants=binder.wants, targets=binder.targets)
             else:
                 read = sharing.fill(phase, storage, manifest, binder)
@@ -210,9 +213,8 @@ def load_step(
     # Only now, when every byte was proved on every rank, are plain values given back.
     with ranks.phase(f"give back step {manifest.step}", deadline_s) as phase, timeline.span("finish"):
         binder.finish()
-        files = into.get(FILES)
-        if isinstance(files, Files) and binder.reports[FILES].restored:
-            binder.reports[FILES].noted.extend(files.differences())
+        if binder.mark is not None or FILES in into:
+            note_after(into, binder)
         phase.broadcast(b"" if phase.gather(b"") is not None else None)
     return LoadReport(
         step=manifest.step,
@@ -226,6 +228,7 @@ def load_step(
         notes=tuple(binder.notes),
         changed=changed_since(ranks, manifest, into) if isinstance(into, TrainState) else (),
         seconds=timeline.seconds,
+        base=binder.mark or "",
     )
 
 
@@ -237,28 +240,29 @@ def load_completed(
     Nothing is changed before both are known to fit.
     """
     wanted = options.selection or Selection()
-    if wanted.only is not None:
-        raise UsageError("left_out= completes a whole load; with only=, load each step for itself. Nothing was changed")
-    away = tuple(dict.fromkeys(p for part in manifest.components.values() for p in part.left_out))
+    away = away_from(manifest)
     options = replace(options, selection=replace(wanted, left_out=None, completed=away))
-    if away and wanted.left_out is not None:
-        look = replace(options, dry_run=True)
-        report = load_step(ranks, storage, manifest, into, options=look, deadline_s=deadline_s)
-        told = load(
-            wanted.left_out,
-            into,
-            only=away,
-            allow_extra=away,
-            cast=options.cast,
-            dry_run=options.dry_run,
-            share_reads=options.share_reads,
-            deadline_s=deadline_s,
-        )
-        if options.dry_run:
-            return replace(report, notes=(*report.notes, f"what was left out comes from {told.url}"))
+    if not away or wanted.left_out is None:
+        report = load_step(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
+        return replace(report, notes=(*report.notes, "nothing was left out of this step"))
+    look = replace(options, dry_run=True)
+    report = load_step(ranks, storage, manifest, into, options=look, deadline_s=deadline_s)
+    keys = left_out_keys(into, Globs(away, "leave_out"))
+    asked = Demanded(chosen_keys(wanted.only, keys, into))
+    known = any(part.left_out_from for part in manifest.components.values())
+    how: dict[str, Any] = {"cast": options.cast, "rename": wanted.rename, "share_reads": options.share_reads}
+    how["deadline_s"] = deadline_s
+    told = load(wanted.left_out, into, only=Demanded(keys) if known else asked, dry_run=True, **how)
+    check_base(manifest, storage.url, told)
+    if known and wanted.only is not None:
+        told = replace(load(wanted.left_out, into, only=asked, dry_run=True, **how), base=told.base)
+    if options.dry_run:
+        return both(report, told)
+    before = getattr(into, "left_out_from", "")
+    source = load(wanted.left_out, into, only=asked, **how)
     report = load_step(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
-    note = f"what was left out came from {told.url}" if away else "nothing was left out of this step"
-    return replace(report, notes=(*report.notes, note))
+    note_base(into, before, told.base, keys=keys, taken=asked)
+    return both(report, source)
 
 
 def bind_step(
@@ -272,7 +276,7 @@ def bind_step(
     if options.selection is not None:
         tree, binder = chosen(options.selection, tree, binder, manifest.dropped)
     if type(options.cast) is not bool:
-        binder.cast = casts_of(options.cast, tree)
+        binder.cast = casts_of(options.cast, tree, options.selection, into)
     for name, node in tree.items():
         if name in binder.left_out:
             binder.reports[name] = ComponentReport(skipped=True)
@@ -297,7 +301,7 @@ def bind_step(
     if binder.slots:
         values.bind(read_own(storage, manifest, values.choose(), {own_rank(manifest, ranks.rank): own}))
     away = [pattern for part in manifest.components.values() for pattern in part.left_out]
-    if options.selection is not None or away:
+    if options.selection is not None or away or getattr(into, "leave_out", None) is not None:
         settle(options.selection or Selection(), tree, binder, away)
     return binder, values
 

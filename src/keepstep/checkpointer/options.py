@@ -11,7 +11,7 @@ from keepstep.state.casting import Cast
 from keepstep.state.report import ComponentReport
 from keepstep.storage.local import Place
 
-__all__ = ["Cast", "LoadReport", "Options", "Selected", "Selection", "selection_of"]
+__all__ = ["Cast", "Demanded", "LoadReport", "Options", "Selected", "Selection", "selection_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class LoadReport:
     cast, missing, unexpected, reset or re-derived; ``seconds`` where the time went.
     ``notes`` are what else a person should know, such as patterns that fit nothing. Of a dry run (``dry``) nothing was read:
     ``files`` are those that would be, with the bytes of them that are needed, and ``rank_bytes`` how many each rank needs.
+    ``base`` stands for the values of what the state leaves out of its steps, when all of them are from this step.
     ``changed`` says how code (on rank 0) and configuration differ from those that the step was saved with. ``incarnation``
     (of a ``restore``) is the one in which the run goes on.
     """
@@ -44,6 +45,7 @@ class LoadReport:
     dry: bool = False
     files: Mapping[str, int] = field(default_factory=dict)
     rank_bytes: tuple[int, ...] = ()
+    base: str = ""
 
     def __str__(self) -> str:
         """A few lines for a log."""
@@ -85,6 +87,12 @@ class Selection:
     override: Mapping[str, Any] | None = None
     left_out: Place | None = None
     completed: tuple[str, ...] = ()
+
+
+class Demanded(tuple[str, ...]):
+    """Keys to load because another step has left them out: every one of them has to be there."""
+
+    __slots__ = ()
 
 
 class Selected(TypedDict, total=False):

@@ -12,6 +12,7 @@ __all__ = ["Globs", "near"]
 
 SHOWN = 3
 MOST_COMPARED = 5000
+_SPECIAL = frozenset("*?[")
 
 
 class Globs:
@@ -40,22 +41,40 @@ class Globs:
             raise UsageError(f"{option}={strange[0]!r}: a pattern is a text such as 'model/layers.*'")
         tail = "(?:/.*)?" if below else ""
         heads = [each.removesuffix("/**") if below else each for each in self.patterns]
-        # A key that has brackets or stars in it is a pattern of itself too.
-        self._each = [re.compile(f"(?:{re.escape(each)}|{_expression(each)}){tail}", re.DOTALL) for each in heads]
+        self._below = below
+        # Keys as they are, of which there may be thousands, are looked up. One with brackets or stars is a pattern too.
+        self._heads = dict(zip(self.patterns, heads, strict=True))
+        self._keys = {head for head in heads if not _SPECIAL & {*head}}
+        self._each = {
+            head: re.compile(f"(?:{re.escape(head)}|{_expression(head)}){tail}", re.DOTALL)
+            for head in heads
+            if head not in self._keys
+        }
 
     def takes(self, key: str) -> bool:
         """Whether the key, or one above it, fits any of the patterns."""
-        return any(each.fullmatch(key) for each in self._each)
+        return any(True for _ in self._plain(key)) or any(each.fullmatch(key) for each in self._each.values())
+
+    def _plain(self, key: str) -> Iterator[str]:
+        """Those of the keys that are given as they are which take this one."""
+        head, above = key, "/" if self._keys else ""
+        while above:
+            if head in self._keys:
+                yield head
+            head, above, _ = head.rpartition("/") if self._below else ("", "", "")
 
     def idle(self, keys: Iterable[str]) -> list[str]:
         """The patterns that take none of these keys."""
-        left = dict(zip(self.patterns, self._each, strict=True))
+        left = dict(self._each)
+        found: set[str] = set()
         for key in keys:
-            for pattern in [pattern for pattern, each in left.items() if each.fullmatch(key)]:
-                del left[pattern]
-            if not left:
+            found.update(self._plain(key))
+            for head in [head for head, each in left.items() if each.fullmatch(key)]:
+                del left[head]
+                found.add(head)
+            if not left and len(found) == len(self._each) + len(self._keys):
                 break
-        return list(left)
+        return [pattern for pattern, head in self._heads.items() if head not in found]
 
 
 def near(wanted: str, keys: Sequence[str]) -> str:

@@ -106,7 +106,8 @@ class Lineage(msgspec.Struct, frozen=True):
 class Component(msgspec.Struct, frozen=True, omit_defaults=True):
     """A top-level part of the state: its kind, the type it had, how many tensors and bytes, and their folder.
 
-    ``left_out`` are patterns of keys that were not saved because the run did not want them to be.
+    ``left_out`` are patterns of keys that were not saved because the run did not want them to be; ``left_out_from`` marks
+    their values, where the run got them from a step.
     """
 
     kind: str
@@ -115,6 +116,7 @@ class Component(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int
     folder: str
     left_out: tuple[str, ...] = ()
+    left_out_from: str = ""
 
 
 class Versions(msgspec.Struct, frozen=True):

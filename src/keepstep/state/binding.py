@@ -40,6 +40,8 @@ class TreeBinder(ABC):
     ``surplus`` maps saved keys that have no place on this rank to what to say of them, should no other rank have one either;
     those in ``spared`` may be without one. ``lacks`` maps keys of the target that were not saved to their line in
     ``mismatches``. Components in ``left_out`` are no part of this. ``notes`` go into the report as they are.
+    ``stored`` says under which key the tensor of each key is stored. ``base`` are keys that the state leaves out of its
+    steps, and ``mark`` stands for the values that they get from this one.
     """
 
     table: LayoutTable
@@ -59,6 +61,9 @@ class TreeBinder(ABC):
     left_out: set[str] = field(default_factory=set)
     reports: dict[str, ComponentReport] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    stored: dict[str, str] = field(default_factory=dict)
+    base: list[str] | None = None
+    mark: str | None = None
     _values: dict[str, Any] = field(default_factory=dict)
     _finish: list[tuple[str, bool, Finish]] = field(default_factory=list)
     _component: str = ""
@@ -332,6 +337,7 @@ class TreeBinder(ABC):
                 self.mismatches.append(f"{path}: tied to {first} in the target, but saved as two separate tensors")
                 return False
         self.placed[key, shard.layout] = None
+        self.stored[path] = key
         layout = self.table.layouts[shard.layout]
         held = self._held.get(shard.layout)
         if held is None:

@@ -87,7 +87,8 @@ def capture(
             node = tree[name]
             kind = node.kind if type(node) is ObjectNode else _KINDS.get(type(node), "values")
             held, out = collector.tensor_bytes - size, left_out_of(state) if kind == "module" else ()
-            components[name] = Component(kind, type(value).__name__, tensors, held, folder, out)
+            base = getattr(state, "left_out_from", "") if out else ""
+            components[name] = Component(kind, type(value).__name__, tensors, held, folder, out, base)
         if recall is not None and recall.layouts not in (0, len(collector.table.layouts)):
             raise ChangedError
     except ChangedError:

@@ -58,6 +58,7 @@ class TrainState(Mapping[str, Any]):
         self.fenced_by_hand = False
         self.non_persistent_buffers = non_persistent_buffers
         self.leave_out = Globs(leave_out, "leave_out") if leave_out else None
+        self.left_out_from = ""
         self.config_record = config_record(config)
         self._components = {name: value for name, value in components.items() if value is not None}
         if files:
