@@ -29,6 +29,7 @@ from keepstep.state.values import objects_in
 
 __all__ = ["GONE", "casts_of", "chosen", "chosen_keys", "left_out_keys", "settle"]
 
+SHOWN = 3
 GONE = "its files were let go by retention, to keep the weights alone"
 _UNCHANGED = "Nothing was changed"
 _PLAIN = (type(None), bool, int, float, str, bytes, list, tuple, dict)
@@ -44,7 +45,7 @@ def chosen(
     """
     if not binder.strict and (selection.allow_missing or selection.allow_extra):
         raise UsageError(f"strict=False allows everything: leave out allow_missing= and allow_extra=. {_UNCHANGED}")
-    found = tree if selection.rename is None else dict(renamed_tree(tree, selection.rename))
+    found, gone = (tree, []) if selection.rename is None else renamed_tree(tree, selection.rename)
     takes = binder
     if selection.only is not None:
         globs = Globs(_spelt(selection.only, found, binder.state), "only")
@@ -65,6 +66,9 @@ def chosen(
         saved = [key for key, _ in _nodes(tree)]
         idle = [pattern for pattern in selection.rename if not any(re.search(pattern, key) for key in saved)]
         takes.notes.extend(f"rename={pattern!r}: found in no key of the checkpoint" for pattern in idle)
+    if gone:
+        some = f"{', '.join(gone[:SHOWN])}{', …' if len(gone) > SHOWN else ''}"
+        takes.notes.append(f"{len(gone)} keys have no name by rename=, and are not loaded: {some}")
     if selection.override:
         found = _overridden(selection.override, found, takes.left_out)
     return found, takes

@@ -97,7 +97,8 @@ def load(
         cast: True converts tensors to the target's dtype; a dtype, to that one alone; by pattern, some of them, and others
             not: ``{"optimizer": None, "**/*.weight": torch.bfloat16}``. The first pattern that fits decides. Memory that the
             target does not have yet, such as moments, is made in the dtype that is named.
-        rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function.
+        rename: maps saved keys to the target's, as ``{regular expression: replacement}`` or a function; None for a key that
+            is not to be loaded.
         override: plain values to set instead of the saved ones, by pattern: ``{"optimizer/param_groups/*/lr": 1e-4}``.
         left_out: the step that has what a TrainState left out of this one (``leave_out=``). It is loaded first.
         dry_run: find out what would be loaded, from which files; change nothing. Raises what the load would, as far as it

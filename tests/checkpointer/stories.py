@@ -1,0 +1,328 @@
+"""What people do with steps that do not quite fit: each story saves in one layout and loads in another one.
+
+``STORIES`` holds pairs of functions of a folder and a layout (see ``tests.resharding.models.spread``): the first saves, the
+second loads and checks, in every process that takes part.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
+
+import keepstep as ks
+from keepstep.errors import MismatchError
+from tests.helpers.same import assert_same, bits
+from tests.resharding.models import spread
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    def __init__(self, layers=2, *, vocabulary=10, lora=False, head=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        if lora:
+            self.lora = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        if head:
+            self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) + (self.lora[number](x) if hasattr(self, "lora") else 0)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def state_of(layout, seed, *, groups=None, steps=0, **shape):
+    """A run of so many steps. ``groups`` makes the parameter groups of a model."""
+    torch.manual_seed(seed)
+    model = spread(Net(**shape), layout)
+    parameters = model.parameters() if groups is None else groups(model)
+    state = {"model": model, "optimizer": torch.optim.AdamW(parameters, lr=0.1)}
+    for _ in range(steps):
+        step(state)
+    return state
+
+
+def step(state):
+    state["model"](torch.arange(10)).square().sum().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def whole(value):
+    """A live value with whole tensors of its own."""
+    if isinstance(value, torch.Tensor):
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)
+
+
+def weights(state):
+    return whole(dict(state["model"].state_dict()))
+
+
+def moments(state):
+    """The optimizer's state by the name of the parameter."""
+    held = state["optimizer"].state
+    return {name: whole(dict(held[p])) for name, p in state["model"].named_parameters() if p in held}
+
+
+def local_bits(state):
+    """Every bit that this process holds, of tensors and of plain values."""
+    local = {
+        name: bits(value.to_local() if isinstance(value, DTensor) else value)
+        for name, value in state["model"].state_dict().items()
+    }
+    return local, str(state["optimizer"].state_dict()["param_groups"]), moments(state)
+
+
+def part(tensors, prefix):
+    return {name: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+# --- a base and an adapter ------------------------------------------------------------------------------------------
+
+
+def save_adapter(folder, layout):
+    ks.save(f"{folder}/base", state_of(layout, 0, steps=1))
+    tuned = state_of(layout, 1, steps=1, lora=True)
+    lora = {name: value for name, value in tuned["model"].state_dict().items() if name.startswith("lora")}
+    ks.save(f"{folder}/adapter", {"model": lora})
+
+
+def load_adapter(folder, layout):
+    state = state_of(layout, 2, lora=True)
+    ks.load(f"{folder}/base", state, only=["model"], allow_missing=["model/lora.*"])
+    report = ks.load(f"{folder}/adapter", state, only=["model/lora.*"])
+    assert report.components["model"].missing == []
+    assert_same(part(weights(state), "l"), part(read(folder, "base"), "layers") | read(folder, "adapter"))
+    assert_same(weights(state)["embed.weight"], read(folder, "base")["embed.weight"])
+
+
+def read(folder, name, component="model"):
+    """The whole tensors of a component, as the step holds them."""
+    with ks.open(f"{folder}/{name}") as opened:
+        prefix = f"{component}/"
+        return {key.removeprefix(prefix): opened[key] for key in opened if key.startswith(prefix)}
+
+
+def flat(tree, path=""):
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    return {
+        found: item
+        for key, value in tree.items()
+        for found, item in flat(value, f"{path}/{key}" if path else key).items()
+    }
+
+
+# --- model from one, optimizer from another -------------------------------------------------------------------------
+
+
+def save_two(folder, layout):
+    ks.save(f"{folder}/a", state_of(layout, 3, steps=1))
+    ks.save(f"{folder}/b", state_of(layout, 4, steps=2))
+
+
+def load_two(folder, layout):
+    for first, second in (("model", "optimizer"), ("optimizer", "model")):
+        state = state_of(layout, 5, steps=1)
+        for component in (first, second):
+            ks.load(f"{folder}/{'a' if component == 'model' else 'b'}", state, only=[component])
+        assert_same(weights(state), read(folder, "a"))
+        assert_same(flat(moments(state)), part(read(folder, "b", "optimizer/state"), ""))
+        step(state)
+
+
+# --- a model that has grown, and one that has shrunk ----------------------------------------------------------------
+
+
+def biases_apart(model):
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n.endswith("weight")], "lr": 0.3},
+        {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.5},
+    ]
+
+
+def biases_and_head_apart(model):
+    """Groups of other parameters in another order: what belongs to a parameter is found by its name."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n.startswith("head")], "lr": 0.7},
+        {"params": [p for n, p in named if n.endswith("bias") and not n.startswith("head")], "weight_decay": 0.9},
+        {"params": [p for n, p in named if n.endswith("weight") and not n.startswith("head")], "lr": 0.8},
+    ]
+
+
+def save_small(folder, layout):
+    ks.save(f"{folder}/small", state_of(layout, 6, groups=biases_apart, steps=2))
+    ks.save(f"{folder}/large", state_of(layout, 7, groups=biases_and_head_apart, steps=2, layers=3, head=True))
+
+
+def load_grown(folder, layout):
+    grown = state_of(layout, 8, groups=biases_and_head_apart, layers=3, head=True)
+    fresh = weights(grown)
+    new = ["model/layers.2.*", "model/head.*"]
+    names = ["layers.2.weight", "layers.2.bias", "head.weight", "head.bias"]
+    with pytest.raises(MismatchError) as caught:
+        ks.load(f"{folder}/small", grown, allow_missing=new[:1])
+    assert {line.partition(":")[0] for line in caught.value.mismatches} >= {"model/head.weight", "model/head.bias"}
+    assert_same(weights(grown), fresh)
+    report = ks.load(f"{folder}/small", grown, allow_missing=new)
+    assert report.components["model"].missing == [f"model/{name}" for name in names]
+    assert {text.partition(":")[0] for text in report.components["optimizer"].reset} == {
+        f"optimizer/state/{name}" for name in names
+    }
+    assert_same(weights(grown), {**{name: fresh[name] for name in fresh}, **read(folder, "small")})
+    assert set(moments(grown)) == {name for name in fresh if name not in names}
+    assert_same(
+        dict(sorted(flat(moments(grown)).items())), dict(sorted(read(folder, "small", "optimizer/state").items()))
+    )
+    first, second, third = grown["optimizer"].param_groups
+    assert (first["lr"], second["weight_decay"], third["lr"]) == (0.7, 0.5, 0.3)
+    step(grown)
+    assert set(moments(grown)) == set(fresh)
+
+
+def load_shrunk(folder, layout):
+    shrunk = state_of(layout, 9, groups=biases_apart, steps=1)
+    before = local_bits(shrunk)
+    with pytest.raises(MismatchError) as caught:
+        ks.load(f"{folder}/large", shrunk)
+    gone = ["layers.2.weight", "layers.2.bias", "head.weight", "head.bias"]
+    lines = {line.partition(":")[0] for line in caught.value.mismatches}
+    assert lines >= {f"model/{name}" for name in gone} | {f"optimizer/state/{name}" for name in gone}
+    assert_same(local_bits(shrunk), before)
+    ks.load(f"{folder}/large", shrunk, allow_extra=["**/layers.2.*", "**/head.*"])
+    there = read(folder, "large")
+    assert_same(weights(shrunk), {name: there[name] for name in weights(shrunk)})
+    assert set(moments(shrunk)) == set(weights(shrunk))
+    assert [group["lr"] for group in shrunk["optimizer"].param_groups] == [0.8, 0.1]
+    assert shrunk["optimizer"].param_groups[1]["weight_decay"] == 0.9
+    step(shrunk)
+
+
+# --- some of the layers, with other numbers -------------------------------------------------------------------------
+
+
+def save_deep(folder, layout):
+    ks.save(f"{folder}/deep", state_of(layout, 10, steps=1, layers=4))
+
+
+def every_other(key):
+    head, dot, rest = key.partition("model/layers.")
+    if not dot:
+        return key
+    number, _, name = rest.partition(".")
+    return None if int(number) % 2 else f"{head}{dot}{int(number) // 2}.{name}"
+
+
+def load_every_other(folder, layout):
+    by_pattern = {r"^model/layers\.[13]\.": None, r"^model/layers\.2\.": "model/layers.1."}
+    deep, held = read(folder, "deep"), read(folder, "deep", "optimizer/state")
+    for rename in (every_other, by_pattern):
+        state = state_of(layout, 11)
+        report = ks.load(f"{folder}/deep", state, rename=rename)
+        assert any(
+            "4 keys have no name by rename=, and are not loaded: model/layers.1.weight" in n for n in report.notes
+        )
+        for name, value in weights(state).items():
+            old = name.replace("layers.1.", "layers.2.")
+            assert_same(value, deep[old])
+            assert_same(moments(state)[name]["exp_avg"], held[f"{old}/exp_avg"])
+        step(state)
+
+
+# --- other learning rates -------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 10)], [3]
+    ),
+    "chain": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
+}
+
+
+def scheduled(layout, seed, kind):
+    state = state_of(layout, seed, groups=biases_apart)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.2, momentum=0.9)
+    scheduler = SCHEDULERS[kind](state["optimizer"])
+    return {**state, "second": other, "scheduler": scheduler}
+
+
+def save_schedules(folder, layout):
+    for kind in SCHEDULERS:
+        state = scheduled(layout, 12, kind)
+        for _ in range(2):
+            step(state)
+            state["scheduler"].step()
+        ks.save(f"{folder}/schedule.{kind}", state)
+
+
+def load_schedules(folder, layout):
+    for kind in SCHEDULERS:
+        by_hand, told = scheduled(layout, 13, kind), scheduled(layout, 14, kind)
+        ks.load(f"{folder}/schedule.{kind}", by_hand)
+        for group in (*by_hand["optimizer"].param_groups, *by_hand["second"].param_groups):
+            group["lr"] = 0.01
+        for group in by_hand["optimizer"].param_groups:
+            group["initial_lr"] = 0.02
+        inner = getattr(by_hand["scheduler"], "_schedulers", [by_hand["scheduler"]])
+        for scheduler in inner:
+            scheduler.base_lrs = [0.02, 0.02]
+        override = {"*/param_groups/*/lr": 0.01, "optimizer/param_groups/*/initial_lr": 0.02, "**/base_lrs/*": 0.02}
+        report = ks.load(f"{folder}/schedule.{kind}", told, override=override)
+        assert len(report.components["optimizer"].overridden) == 4
+        assert report.components["second"].overridden == ["second/param_groups/0/lr"]
+        assert len(report.components["scheduler"].overridden) == 2 * len(inner)
+        for state in (by_hand, told):
+            state["rates"] = []
+            for _ in range(4):
+                state["rates"].append([group["lr"] for group in state["optimizer"].param_groups])
+                step(state)
+                state["scheduler"].step()
+        assert told["rates"][0] == [0.01, 0.01]
+        assert_same(told["rates"], by_hand["rates"])
+        assert_same(weights(told), weights(by_hand))
+
+
+# --- an embedding that has grown ------------------------------------------------------------------------------------
+
+
+def save_embedding(folder, layout):
+    ks.save(f"{folder}/vocabulary", state_of(layout, 15, steps=1))
+
+
+def load_embedding(folder, layout):
+    state = state_of(layout, 16, vocabulary=13, steps=1)
+    before = local_bits(state)
+    with pytest.raises(MismatchError) as caught:
+        ks.load(f"{folder}/vocabulary", state)
+    assert caught.value.mismatches == (
+        f"model/embed.weight: saved with shape [10, {WIDTH}], the target has [13, {WIDTH}]",
+    )
+    assert "Nothing was changed." in str(caught.value)
+    assert_same(local_bits(state), before)
+
+
+STORIES = {
+    "adapter": (save_adapter, load_adapter),
+    "two": (save_two, load_two),
+    "grown": (save_small, load_grown),
+    "shrunk": (save_small, load_shrunk),
+    "renumbered": (save_deep, load_every_other),
+    "schedules": (save_schedules, load_schedules),
+    "embedding": (save_embedding, load_embedding),
+}
