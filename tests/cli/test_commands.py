@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -17,8 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import keepstep as ks
+from keepstep.cli.formats import found_at
 from keepstep.cli.main import app
-from keepstep.cli.showing import print_step, read_step
+from keepstep.cli.showing import Wanted, print_step, read_step
 from keepstep.cli.verifying import verify_step
 from keepstep.storage.local import LocalStorage
 from tests.architecture.source import ROOT
@@ -204,7 +206,7 @@ def test_show_lists_tensors_that_fit_a_pattern_and_tied_ones(saved):
     assert [line["key"] for line in listed][:2] == ["model/0.weight", "model/0.bias"]
     assert listed[0] | {"folder": ""} == {
         "key": "model/0.weight", "dtype": "float32", "shape": [3, 4], "layout": "whole on rank 0", "pieces": 1,
-        "folder": "", "same_as": None,
+        "folder": "", "same_as": None, "bytes": 48, "ranks": 1,
     }  # fmt: skip
     out = call("show", step, "--tensors").stdout
     assert re.search(r"^optimizer/state/0\.weight/exp_avg +float32 +\[3, 4\] +whole on rank 0 +1 *$", out, re.M)
@@ -240,12 +242,12 @@ def test_the_listing_shows_what_a_failed_load_did_not_find(tmp_path):
 def test_everything_fits_a_narrow_terminal(tmp_path):
     deep = {f"decoder.layers.{i}.attention.projection.weight": torch.zeros(16, 4, 4, 4) for i in range(3)}
     ks.save(tmp_path / "step", {"model": deep, "a component with a rather long name " * 3: 1})
-    for pattern in (None, "*"):
+    for wanted, width in itertools.product((Wanted(), Wanted(tensors=True), Wanted(depth=9)), (80, 60)):
         shown = StringIO()
-        facts = dataclasses.replace(read_step(LocalStorage(tmp_path / "step"), pattern), path="run/step")
-        print_step(facts, Console(file=shown, force_terminal=True, color_system=None, width=80))
-        assert max(map(len, shown.getvalue().splitlines())) <= 80
-        assert pattern is None or "model/decoder.layers.2" in shown.getvalue()
+        facts = dataclasses.replace(read_step(found_at(str(tmp_path / "step")), wanted), path="run/step")
+        print_step(facts, Console(file=shown, force_terminal=True, color_system=None, width=width))
+        assert max(map(len, shown.getvalue().splitlines())) <= width
+        assert not wanted.tensors or width < 80 or "model/decoder.layers.2" in shown.getvalue()
     piped = call("show", tmp_path / "step", "--tensors").stdout.splitlines()
     assert len(piped) == 4
     assert all(f"model/{key} " in line for key, line in zip(deep, piped[1:], strict=True))
@@ -293,6 +295,12 @@ def test_layouts_are_told_in_words(rank_pool, tmp_path):
     assert words["model/large"] == ("dim 0 in 2 (B)", 2)
     assert words["model/parts"] == ("2 boxes (listed)", 2)
     assert words["model/small"][0].startswith("whole on rank ")
+    tree = {line["key"]: line for line in json.loads(call("show", path, "--depth", 2, "--json").stdout)["tree"]}
+    held = {key.removeprefix("model/"): line["ranks"] for key, line in tree.items()}
+    assert held == {"model": 2, "rows": 2, "large": 2, "parts": 2, "small": 1}
+    shown = [line.rstrip() for line in call("show", path, "--depth", 2).stdout.splitlines()]
+    assert any(line.endswith(" 2  float32 [5, 2], dim 0 in 2 (S)") for line in shown)
+    assert any(line.endswith(" 1  float32 [300]") for line in shown)
     assert re.search(r"^world +2 ranks *$", call("show", path).stdout, re.M)
     assert call("verify", path).stdout.startswith("step-00000000  ok  (3 files")
 

@@ -80,7 +80,7 @@ def test_values_are_printed_whole_or_below_a_key(step):
     assert facts("cat", path, "model")["value"]["half"] == "tensor bfloat16 [6]"
     mine = facts("cat", path, "mine/seed")
     assert (mine["value"], mine["ranks"]) == (5, 1)
-    assert "one of the values that 1 rank have of their own" in call("cat", path, "mine").stdout
+    assert "of rank 0; each of 1 rank has its own" in call("cat", path, "mine").stdout
     assert "there is no rank 1" in call("cat", path, "mine", "--rank", 1, status=3).stderr
 
 
@@ -123,6 +123,7 @@ def test_a_step_is_the_same_as_itself(step):
     path, _ = step
     assert facts("diff", path, path) == {
         "a": str(path), "b": str(path), "same": True, "equal": 6, "only_a": [], "only_b": [], "tensors": [], "values": [],
+        "worlds": [1, 1], "lone": [],
     }  # fmt: skip
     assert call("diff", path, path).stdout == "6 tensors equal to the last bit\n"
 
@@ -148,7 +149,7 @@ def test_every_kind_of_difference_is_told(step, tmp_path, part_bytes, monkeypatc
     assert tensors.keys() == {"model/wide", "model/half", "model/none", "counts/bool"}
     assert tensors["model/wide"] | {"mean": 0} == {
         "dtypes": ["float64", "float64"], "shapes": [[50, 40], [50, 40]], "elements": 4, "max": 1.5, "mean": 0,
-        "not_finite": 2,
+        "not_finite": 2, "ranks": None,
     }  # fmt: skip
     assert tensors["model/wide"]["mean"] == pytest.approx(2.0 / (2000 - 2))
     assert (tensors["model/half"]["dtypes"], tensors["model/half"]["max"]) == (["bfloat16", "float32"], 0.0)
@@ -156,14 +157,14 @@ def test_every_kind_of_difference_is_told(step, tmp_path, part_bytes, monkeypatc
     assert (tensors["counts/bool"]["elements"], tensors["counts/bool"]["mean"]) == (1, pytest.approx(1 / 3))
     assert {value["key"]: (value["a"], value["b"], value["only"]) for value in found["values"]} == {
         "plain/lr": (0.1, 0.2, None),
-        "plain/steps/1": (2, None, "a"),
+        "plain/steps": ([1, 2], [1], None),
     }
     text = call("diff", path, tmp_path / "other", status=1).stdout
     first = "1 tensor equal to the last bit, 4 different, 1 only in A, 1 only in B, 2 values different"
     assert text.splitlines()[0] == first
     for line in ("bfloat16 and float32", "[0, 3] and [0, 4]", "2 not finite", "plain/lr: 0.1 in A, 0.2 in B"):
         assert line in text
-    assert "plain/steps/1: only in A" in text
+    assert "plain/steps: [1, 2] in A, [1] in B" in text
     assert call("diff", path, tmp_path / "other", "--only", "spectrum", "--only", "mine").stdout.startswith("1 tensor")
 
 

@@ -100,7 +100,9 @@ def test_a_wrong_call_says_what_to_do(tmp_path):
     assert "--to dcp" in _convert(tmp_path / "step", tmp_path / "e", status=2)
     assert "--to keepstep" in _convert(path, tmp_path / "e", "--to", "dcp", status=2)
     assert "has w, x" in _convert(path, tmp_path / "e", "--only", "y", status=2)
-    assert "neither a step nor" in _convert(tmp_path, tmp_path / "e", status=3)
+    assert "holds 2 steps; name one" in _convert(tmp_path, tmp_path / "e", status=2)
+    (tmp_path / "empty").mkdir()
+    assert "empty is not a step" in _convert(tmp_path / "empty", tmp_path / "e", status=3)
     assert "already committed" in _convert(path, tmp_path / "step", status=4)
     _convert(path, tmp_path / "step", "--overwrite", "--only", "w")
     assert list(ks.open(tmp_path / "step")) == ["w/a"]

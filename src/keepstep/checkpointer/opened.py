@@ -9,13 +9,14 @@ import msgspec
 import torch
 
 from keepstep.checkpointer.foreign import FOREIGN, show_foreign
-from keepstep.checkpointer.loading import found_manifest, read_trees
-from keepstep.errors import ClosedError, StepNotFoundError
+from keepstep.checkpointer.loading import found_manifest, read_own, read_trees
+from keepstep.errors import ClosedError, StepNotFoundError, UsageError
 from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import TensorSpec, Want
-from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
-from keepstep.move.reader import read_pieces
+from keepstep.format.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, parse_manifest
+from keepstep.format.objects import TensorRef
+from keepstep.move.reader import read_named, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype
 from keepstep.state.values import materialise
@@ -60,17 +61,21 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
         """
         return self._read(*self._found(key))
 
-    def parts(self, key: str, most_bytes: int) -> Iterator[torch.Tensor]:
+    def parts(self, key: str, most_bytes: int, within: Box | None = None) -> Iterator[torch.Tensor]:
         """The tensor of that key in parts of at most so many bytes, each of one dimension, in row-major order.
 
-        What is held at once is one part; blocks that two parts share are read for both.
+        What is held at once is one part; blocks that two parts share are read for both. With ``within``, a box of the
+        tensor, it is the elements of that alone.
 
         Raises:
             StepNotFoundError, CorruptError: as for the whole tensor.
+            UsageError: the box is not one of that tensor.
         """
         spec, shape = self._found(key)
+        if within is not None and not within.inside(shape.sizes):
+            raise UsageError(f"{key!r} has the shape {list(shape.sizes)}; {within} is not within it")
         most = max(1, most_bytes // ITEM_BYTES[spec.dtype])
-        for box in _cut(shape, most):
+        for box in _cut(within or shape, most):
             yield self._read(spec, box).flatten()
 
     def spec(self, key: str) -> TensorSpec:
@@ -130,6 +135,20 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
         """All plain values as saved, with references for tensors; and those that this rank has of its own, by key."""
         self._check_open()
         return read_trees(self._storage, self.manifest, rank)
+
+    def own_of(self, rank: int) -> dict[str, Any]:
+        """The plain values that this rank saved for itself, by key, with references for its tensors; empty where it has none."""
+        self._check_open()
+        if all(record.rank != rank for record in self.manifest.files.get(STATE_FOLDER, ())):
+            return {}
+        return read_own(self._storage, self.manifest, [rank], {})[rank]
+
+    def own_tensor(self, rank: int, ref: TensorRef) -> torch.Tensor:
+        """A tensor that this rank saved for itself, read and proved."""
+        self._check_open()
+        target = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype), device="cpu")
+        read_named(self._storage, self.manifest, STATE_FOLDER, rank=rank, targets={ref.key: target})
+        return target
 
     def values_of(self, component: str) -> Any:
         """The saved tree of a component: its plain values, with tensors read where they stand.

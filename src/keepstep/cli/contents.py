@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from keepstep.checkpointer.opened import Checkpoint
+from keepstep.cli.slices import Part, cut_out, slices_of, split_key
 from keepstep.cli.verifying import bar_of
-from keepstep.cli.words import layout_words, piece_count, plural, safe, size_words
-from keepstep.errors import StepNotFoundError
+from keepstep.cli.words import layout_words, number_words, piece_count, plural, safe, size_words
+from keepstep.errors import StepNotFoundError, UsageError
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.globs import near
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, join
 
 __all__ = ["PART_BYTES", "Contents", "Figures", "print_contents", "read_contents", "shown"]
 
+HEAD = 8
+SLICE_HEAD = 256
+SHOWN_ITEMS = 50
 PART_BYTES = 8 << 20
 """How much of a tensor is in memory at once, before it is made wide."""
 
@@ -47,7 +52,8 @@ class Contents:
     """What is saved under a key; the fields are those of the JSON output. ``kind`` is tensor or value.
 
     ``head`` are the first elements of a tensor, row by row. ``same_as`` is set for a tied one. ``value`` is a plain value as
-    JSON has it; what JSON has not is text.
+    JSON has it; what JSON has not is text. With ``part``, a slice of a tensor of the shape ``whole``, everything is of that.
+    ``ranks`` is how many have a value of their own, ``rank`` whose it is.
     """
 
     path: str
@@ -63,84 +69,132 @@ class Contents:
     same_as: str | None = None
     value: Any = None
     ranks: int | None = None
+    rank: int | None = None
+    part: str | None = None
+    whole: tuple[int, ...] | None = None
 
 
-def read_contents(opened: Checkpoint, key: str, *, head: int, rank: int, errors: Console) -> Contents:
-    """Reads a tensor part by part, or the plain values below a key.
+def read_contents(opened: Checkpoint, key: str, *, head: int | None, rank: int, errors: Console) -> Contents:
+    """Reads a tensor part by part, or the plain values below a key; without ``head`` as many first elements as are of use.
 
     Raises:
         StepNotFoundError: nothing is saved under that key; names those that look like it.
+        UsageError: a slice that is not one of that tensor.
         CorruptError: its bytes are not what was written.
     """
     path, manifest = opened.describe()["url"], opened.manifest
-    if key in opened:
-        spec, shape = opened.spec(key), opened.shape(key)
+    name, inside = (key, None) if key in opened else split_key(key)
+    if name in opened:
+        spec, shape = opened.spec(name), opened.shape(name)
         layout = manifest.layouts[spec.layout]
-        size = math.prod(shape) * ITEM_BYTES[spec.dtype]
-        figures, first = _figures(opened, key, head, errors)
-        return Contents(
+        known = Contents(
             path,
-            key,
+            name,
             "tensor",
             spec.dtype,
             shape,
             layout_words(layout, manifest.meshes),
             piece_count(layout, manifest.meshes),
-            size,
-            figures,
-            first,
-            spec.key if spec.key != key else None,
+            same_as=spec.key if spec.key != name else None,
         )
+        part = cut_out(inside, name, shape) if inside is not None else None
+        parts = opened.parts(name, PART_BYTES, part.box if part else None)
+        return _measured(known, parts, part=part, head=head, errors=errors)
     if rank >= manifest.world_size:
         raise StepNotFoundError(f"{path} was saved by {plural(manifest.world_size, 'rank')}: there is no rank {rank}")
-    tree, own = opened.tree_of(rank)
+    tree, own = opened.tree_of()[0], opened.own_of(rank)
     keys: list[str] = []
     found, of_rank = _node_at(tree, own, key, keys)
+    if found is None and name != key:
+        found, of_rank = _node_at(tree, own, name, keys)
+    else:
+        name, inside = key, None
     if found is None:
-        raise StepNotFoundError(f"nothing is saved under {key!r} in {path}{near(key, [*opened, *keys])}")
-    return Contents(path, key, "value", value=shown(found[0], own), ranks=manifest.world_size if of_rank else None)
+        hint = near(name, list(dict.fromkeys((*opened, *keys))))
+        raise StepNotFoundError(f"nothing is saved under {name!r} in {path}{hint}")
+    (node,) = found
+    known = Contents(
+        path, name, "value", ranks=manifest.world_size if of_rank else None, rank=rank if of_rank else None
+    )
+    if isinstance(node, RankRef) and node.key not in own:
+        owners = f"; those of ranks {number_words(sorted({*node.owners}))} are there" if node.owners else ""
+        raise StepNotFoundError(f"{path} has no value of rank {rank} under {name!r}{owners}")
+    if isinstance(node, TensorRef) and node.own:
+        known = replace(
+            known, kind="tensor", dtype=node.dtype, shape=node.shape, layout=f"of rank {rank} alone", pieces=1
+        )
+        part = cut_out(inside, name, node.shape) if inside is not None else None
+        tensor = opened.own_tensor(rank, node)
+        return _measured(known, iter([tensor[slices_of(part)].flatten()]), part=part, head=head, errors=errors)
+    if inside is not None:
+        raise UsageError(f"[{inside}]: {name!r} is no tensor in {path}, and has no parts that a slice could name")
+    return replace(known, value=shown(node, own))
 
 
-def _figures(
-    opened: Checkpoint, key: str, head: int, errors: Console
-) -> tuple[Figures, tuple[float | int | bool | str, ...]]:
+def _measured(
+    known: Contents, parts: Iterator[torch.Tensor], *, part: Part | None, head: int | None, errors: Console
+) -> Contents:
     """Figures and first elements of a tensor, which is read once; the bar goes to ``errors`` where that is a terminal."""
-    total = math.prod(opened.shape(key)) * ITEM_BYTES[opened.spec(key).dtype]
+    shape = known.shape or ()
+    size = math.prod(part.shape if part else shape) * ITEM_BYTES[known.dtype or ""]
+    most = head if head is not None else SLICE_HEAD if part else HEAD
     first: list[Any] = []
-    zeros = nans = infs = count = 0
-    mean = spread = 0.0
-    least: list[float | int] = []
+    tally = _Tally()
     with bar_of(errors) as bar:
-        task = bar.add_task(safe(key), total=total)
-        for part in opened.parts(key, PART_BYTES):
-            first.extend(_plain(each) for each in part[: max(0, head - len(first))])
-            wide = _wide(part)
-            zeros += int((wide == 0).sum())
-            if wide.is_floating_point():
-                nans += int(wide.isnan().sum())
-                infs += int(wide.isinf().sum())
-                wide = wide[wide.isfinite()]
-            if wide.numel():
-                least += [wide.min().item(), wide.max().item()]
-                least = [min(least), max(least)]
-                # Means and squares of two parts together, without the loss of large sums.
-                real = wide.double()
-                here, more = float(real.mean()), wide.numel()
-                apart = here - mean
-                count += more
-                mean += apart * more / count
-                spread += float((real - here).square().sum()) + apart * apart * more * (count - more) / count
-            bar.update(task, advance=part.numel() * part.element_size())
-    if not count:
-        return Figures(zeros=zeros, nans=nans, infs=infs), tuple(first)
-    return Figures(least[0], least[1], mean, math.sqrt(spread / count), zeros, nans, infs), tuple(first)
+        task = bar.add_task(safe(known.key), total=size)
+        for one in parts:
+            first.extend(_plain(each) for each in one[: max(0, most - len(first))])
+            tally.add(one)
+            bar.update(task, advance=one.numel() * one.element_size())
+    found = replace(known, bytes=size, figures=tally.figures(), head=tuple(first))
+    return replace(found, shape=part.shape, part=str(part.box), whole=shape) if part else found
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is known of a tensor so far."""
+
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+    count: int = 0
+    mean: float = 0.0
+    spread: float = 0.0
+    ends: list[float | int] = field(default_factory=list)
+
+    def add(self, part: torch.Tensor) -> None:
+        """Some more of its elements."""
+        wide = _wide(part)
+        self.zeros += int((wide == 0).sum())
+        if wide.is_floating_point():
+            self.nans += int(wide.isnan().sum())
+            self.infs += int(wide.isinf().sum())
+            wide = wide[wide.isfinite()]
+        if wide.numel():
+            self.ends += [wide.min().item(), wide.max().item()]
+            self.ends = [min(self.ends), max(self.ends)]
+            # Means and squares of two parts together, without the loss of large sums.
+            real = wide.double()
+            here, more = float(real.mean()), wide.numel()
+            apart = here - self.mean
+            self.count += more
+            self.mean += apart * more / self.count
+            between = apart * apart * more * (self.count - more) / self.count
+            self.spread += float((real - here).square().sum()) + between
+
+    def figures(self) -> Figures:
+        """All of it in numbers."""
+        if not self.count:
+            return Figures(zeros=self.zeros, nans=self.nans, infs=self.infs)
+        std = math.sqrt(self.spread / self.count)
+        return Figures(self.ends[0], self.ends[1], self.mean, std, self.zeros, self.nans, self.infs)
 
 
 def print_contents(found: Contents, console: Console) -> None:
     """For people, 80 columns and more."""
     if found.kind == "value":
         if found.ranks is not None:
-            console.print(f"one of the values that {plural(found.ranks, 'rank')} have of their own", soft_wrap=True)
+            console.print(f"of rank {found.rank}; each of {plural(found.ranks, 'rank')} has its own", soft_wrap=True)
         for line in _lines(found.value, ""):
             console.print(safe(line), soft_wrap=True)
         return
@@ -148,20 +202,41 @@ def print_contents(found: Contents, console: Console) -> None:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     elements, figures = math.prod(found.shape or ()), found.figures or Figures()
+    of = f" of {list(found.whole)}" if found.whole is not None else ""
     rows = {
         "key": safe(found.key) + (f", same as {safe(found.same_as)}" if found.same_as else ""),
         "tensor": f"{found.dtype} {list(found.shape or ())}, {plural(elements, 'element')}, {size_words(found.bytes or 0)}",
+        "part": (found.part or "") + of,
         "layout": f"{found.layout}, {plural(found.pieces or 0, 'piece')}",
         "min, max": "" if figures.min is None else f"{figures.min:.6g}, {figures.max:.6g}",
         "mean, std": "" if figures.mean is None else f"{figures.mean:.6g}, {figures.std:.6g}",
         "zeros": f"{figures.zeros:,}" + (f" ({100 * figures.zeros / elements:.3g} %)" if elements else ""),
         "not finite": f"{figures.nans:,} nan, {figures.infs:,} inf" if figures.nans + figures.infs else "",
-        "head": " ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in found.head or ()),
+        "head": "" if of else " ".join(map(_number, found.head or ())),
     }
     for name, text in rows.items():
         if text:
             grid.add_row(name, text)
     console.print(grid)
+    if of and found.head:
+        _print_rows(found, console)
+
+
+def _print_rows(found: Contents, console: Console) -> None:
+    """The first elements of a slice, a line for each row of its last dimension, in columns."""
+    cells = [_number(each) for each in found.head or ()]
+    long = (found.shape or (1,))[-1] if found.shape else 1
+    width = max(map(len, cells))
+    for start in range(0, len(cells), long):
+        row = " ".join(cell.rjust(width) for cell in cells[start : start + long])
+        console.print(row, soft_wrap=True)
+    left = math.prod(found.shape or ()) - len(cells)
+    if left:
+        console.print(f"and {plural(left, 'element')} more; --head N", soft_wrap=True)
+
+
+def _number(value: float | int | bool | str) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def shown(node: Any, own: Mapping[str, Any]) -> Any:
@@ -182,7 +257,7 @@ def shown(node: Any, own: Mapping[str, Any]) -> Any:
         return node
     if isinstance(node, float) and math.isfinite(node):
         return node
-    return repr(node)
+    return f"array {node.dtype} {list(node.shape)} {node.tolist()}" if isinstance(node, np.ndarray) else repr(node)
 
 
 def _node_at(
@@ -236,6 +311,10 @@ def _lines(value: Any, indent: str) -> list[str]:
     if isinstance(value, list) and any(isinstance(item, dict | list) and item for item in value):
         found = []
         for number, item in enumerate(value):
-            found += [f"{indent}- {number}:", *_lines(item, indent + "  ")]
+            inner = _lines(item, indent + "  ")
+            short = len(inner) == 1 and not (isinstance(item, dict) and item)
+            found += [f"{indent}- {number}: {inner[0].strip()}"] if short else [f"{indent}- {number}:", *inner]
         return found
+    if isinstance(value, list) and len(value) > SHOWN_ITEMS:
+        return [f"{indent}[{', '.join(map(repr, value[:SHOWN_ITEMS]))}, … {len(value):,} in all; --json has them]"]
     return [f"{indent}{value!r}"]

@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from keepstep.check.verify import Problem, Verified, exit_status, verify
-from keepstep.cli.places import folder_at
+from keepstep.cli.completing import known_formats
+from keepstep.cli.formats import FORMAT_WORDS, FORMATS, found_at
 from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_manifest
-from keepstep.errors import CorruptError, StepNotFoundError, StorageError, UsageError
+from keepstep.errors import CorruptError, UsageError
+from keepstep.format.globs import near
 from keepstep.format.manifest import MANIFEST_NAME
 from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import storage_of
@@ -27,7 +29,6 @@ from keepstep.storage.local import storage_of
 __all__ = ["Conversion", "convert_step"]
 
 SHOWN = 5
-FORMATS = ("keepstep", "dcp", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,12 @@ def convert_step(
     target: Annotated[str, typer.Argument(metavar="DST", help="The folder or URL that is to have it.")],
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="FORMAT", help="keepstep, dcp or torch; without it a foreign SRC is a step."),
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="keepstep, dcp or torch; without it a foreign SRC is a step.",
+            autocompletion=known_formats,
+        ),
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="This component; may be given several times.")
@@ -69,11 +75,16 @@ def convert_step(
     """
     began = time.monotonic()
     wanted = tuple(only or ())
-    kind, step = _opened(source, wanted)
+    found = found_at(source, wanted)
+    kind, step = found.format, found.step
     made = to or ("keepstep" if kind != "keepstep" else "")
     if made not in FORMATS or made == kind:
         others = " or ".join(f"--to {name}" for name in FORMATS if name != kind)
-        raise UsageError(f"{step.url} is in the format {kind}: say what to make of it, {others}. Nothing was written")
+        hint = near(made, FORMATS) if made not in FORMATS else ""
+        wrong = f"--to {made!r} is no format{hint}; " if hint or (to and made != kind) else ""
+        raise UsageError(
+            f"{wrong}{step.url} is {FORMAT_WORDS[kind]}: say what to make of it, {others}. Nothing was written"
+        )
     goal = target if made == "torch" else storage_of(target).url
     tensors, size, going = _going(step, source, (made, target), wanted, overwrite=overwrite)
     problems: tuple[Problem, ...] = ()
@@ -100,37 +111,6 @@ def convert_step(
     else:
         _print(facts)
     raise typer.Exit(facts.exit_status)
-
-
-def _opened(source: str, only: tuple[str, ...]) -> tuple[str, Storage]:
-    """The format of what is at a place, and all of it as a step.
-
-    Raises:
-        StepNotFoundError: there is nothing that is known.
-    """
-    path = Path(source).expanduser()
-    if path.is_file() and path.suffix != ".safetensors":
-        from keepstep.interop.torch_save import show_file
-
-        return "torch", show_file(path, only=only)
-    place = folder_at(str(path.parent) if path.is_file() else source)
-    try:
-        raw = b"" if path.is_file() else read_blob(place, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    except StorageError as err:
-        if not any(name.endswith(".safetensors") and "/" not in name for name, _ in place.list("")):
-            raise StepNotFoundError(
-                f"{place.url} is neither a step nor a DCP checkpoint: there is no {MANIFEST_NAME} in it ({err})"
-            ) from err
-        raw = b""
-    if not raw:
-        from keepstep.foreign.safetensors.step import show_folder
-
-        return "safetensors", show_folder(place, file=path.name if path.is_file() else "")
-    if raw[:1] != b"\x80":
-        return "keepstep", place
-    from keepstep.foreign.dcp.step import show_directory
-
-    return "dcp", show_directory(place, raw, only)
 
 
 def _going(

@@ -8,40 +8,39 @@ import msgspec
 import typer
 from rich.console import Console
 
-from keepstep.cli.places import step_at
-from keepstep.commit.catalog import read_manifest
-from keepstep.errors import CheckpointError
+from keepstep.cli.completing import known_components, known_keys, known_steps
+from keepstep.cli.formats import found_at
 
-__all__ = ["diff_steps", "known_keys", "print_key"]
-
-MOST_KEYS = 1000
+__all__ = ["diff_steps", "print_key"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with the fields of docs/cli.md.")]
 Globs = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="GLOB", help="Only these keys, such as 'model/**'; again for more."),
+    typer.Option(
+        "--only",
+        metavar="GLOB",
+        help="Only these keys, such as 'model/**'; again for more.",
+        autocompletion=known_components,
+    ),
 ]
 
 
-def known_keys(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The keys of the step on the command line that begin like this, for the shell; none where there is no such step."""
-    try:
-        manifest = read_manifest(step_at(str(ctx.params.get("step", ""))))
-    except (CheckpointError, OSError):
-        return []
-    keys = (*(spec.key for spec in manifest.tensors), *manifest.aliases, *manifest.components)
-    return [key for key in keys if key.startswith(incomplete)][:MOST_KEYS]
-
-
 def print_key(
-    step: Annotated[str, typer.Argument(metavar="STEP", help="One step: its folder or URL.")],
+    step: Annotated[
+        str,
+        typer.Argument(metavar="STEP", help="One step, or what another program has saved.", autocompletion=known_steps),
+    ],
     key: Annotated[
         str,
         typer.Argument(
-            metavar="KEY", help="A key, such as model/layers.0.weight or scheduler.", autocompletion=known_keys
+            metavar="KEY",
+            help="A key, such as model/layers.0.weight or scheduler; of a tensor also a slice, such as 'KEY[0:2, -1]'.",
+            autocompletion=known_keys,
         ),
     ],
-    head: Annotated[int, typer.Option("--head", metavar="N", min=0, help="How many first elements to print.")] = 8,
+    head: Annotated[
+        int | None, typer.Option("--head", metavar="N", min=0, help="How many first elements to print.")
+    ] = None,
     rank: Annotated[
         int, typer.Option("--rank", metavar="N", min=0, help="Whose value, where each rank has its own.")
     ] = 0,
@@ -51,7 +50,7 @@ def print_key(
     from keepstep.checkpointer.opened import Checkpoint
     from keepstep.cli.contents import print_contents, read_contents
 
-    with Checkpoint(step_at(step)) as opened:
+    with Checkpoint(found_at(step).step) as opened:
         found = read_contents(opened, key, head=head, rank=rank, errors=_console(stderr=True))
     if as_json:
         _print_json(found)
@@ -60,16 +59,23 @@ def print_key(
 
 
 def diff_steps(
-    first: Annotated[str, typer.Argument(metavar="A", help="One step: its folder or URL.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another step.")],
+    first: Annotated[
+        str,
+        typer.Argument(metavar="A", help="One step, or what another program has saved.", autocompletion=known_steps),
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=known_steps)],
     only: Globs = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two steps: keys, shapes, dtypes, bits, how far apart. The exit status is 1 when they differ."""
-    from keepstep.checkpointer.opened import Checkpoint
-    from keepstep.cli.comparing import compare, print_comparison
+    """Compare two checkpoints: keys, shapes, dtypes, bits, how far apart. The exit status is 1 when they differ.
 
-    with Checkpoint(step_at(first)) as a, Checkpoint(step_at(second)) as b:
+    Each is a step, a directory of DCP, a folder or file of safetensors, or a file of torch.save.
+    """
+    from keepstep.checkpointer.opened import Checkpoint
+    from keepstep.cli.comparing import compare
+    from keepstep.cli.differing import print_comparison
+
+    with Checkpoint(found_at(first).step) as a, Checkpoint(found_at(second).step) as b:
         found = compare(a, b, only or ["**"], _console(stderr=True))
     if as_json:
         _print_json(found)

@@ -18,21 +18,23 @@ from typer.core import TyperGroup
 import keepstep
 from keepstep.cli.agents import print_agents, print_stopped, read_agents, stop_agents
 from keepstep.cli.collecting import collect_garbage
+from keepstep.cli.completing import known_components, known_steps
 from keepstep.cli.converting import convert_step
 from keepstep.cli.copying import copy_steps
 from keepstep.cli.drilling import drill_script
 from keepstep.cli.exporting import export_step, import_model
+from keepstep.cli.formats import found_at
 from keepstep.cli.listing import print_listing, read_listing
 from keepstep.cli.looking import diff_steps, print_key
 from keepstep.cli.places import folder_at, is_step, name_of, root_at, step_at
 from keepstep.cli.pruning import pin, prune_steps, unpin
 from keepstep.cli.repairing import repair_run
 from keepstep.cli.scrubbing import scrub_run
-from keepstep.cli.showing import print_step, read_step
+from keepstep.cli.showing import DEEPEST, Wanted, print_step, read_step
 from keepstep.cli.stats import print_stats, read_stats
 from keepstep.cli.verifying import print_result, verify_root, verify_step
 from keepstep.cli.words import safe
-from keepstep.errors import CheckpointError, StorageError
+from keepstep.errors import CheckpointError, StorageError, UsageError
 
 __all__ = ["app", "main"]
 
@@ -104,18 +106,36 @@ def list_steps(
 
 @app.command("show")
 def show_step(
-    step: Annotated[str, typer.Argument(metavar="STEP", help="One step: its folder or URL.")],
-    glob: Annotated[
-        str | None, typer.Argument(metavar="[GLOB]", help="With --tensors: the keys to list, such as 'model/*'.")
-    ] = None,
+    step: Annotated[
+        str,
+        typer.Argument(metavar="STEP", help="One step, or what another program has saved.", autocompletion=known_steps),
+    ],
+    glob: Annotated[str | None, typer.Argument(metavar="[GLOB]", help="The keys to list, such as 'model/*'.")] = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List tensors: key, dtype, shape, layout, pieces.")
     ] = False,
+    depth: Annotated[
+        int | None, typer.Option("--depth", metavar="N", min=1, help="What takes how much, down to N parts of keys.")
+    ] = None,
+    component: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--component", metavar="NAME", help="This component alone; again for more.", autocompletion=known_components
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a step: components, layouts, world, lineage, versions."""
-    pattern = glob if glob is not None else "*" if tensors else None
-    facts = read_step(step_at(step), pattern)
+    """Show what is in a step: components, layouts, world, lineage, versions; its tensors, or what takes how much.
+
+    STEP is a step, a directory of DCP, a folder or file of safetensors, or a file of torch.save.
+    """
+    if tensors and depth is not None:
+        raise UsageError(
+            "--tensors and --depth do not go together: with --depth there is a line for each part of the keys"
+        )
+    listed = tensors or (glob is not None and depth is None)
+    deep = None if listed else depth if depth is not None else DEEPEST if component else None
+    facts = read_step(found_at(step), Wanted(glob or "*", tuple(component or ()), deep, listed))
     if as_json:
         _print_json(facts)
     else:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from keepstep.cli.formats import FORMAT_WORDS, Found
+from keepstep.cli.tensors import TensorLine, holders_of, tensor_lines
+from keepstep.cli.trees import TreeLine, grow, print_tree
 from keepstep.cli.words import (
+    PIPED_COLUMNS,
     age_s,
     age_words,
     config_words,
@@ -19,19 +23,19 @@ from keepstep.cli.words import (
     piece_count,
     plural,
     safe,
+    share_words,
     size_words,
 )
-from keepstep.commit.catalog import check_files, read_manifest
-from keepstep.errors import CorruptError, UsageError
-from keepstep.format.globs import near
+from keepstep.commit.catalog import check_files
+from keepstep.errors import CorruptError
 from keepstep.format.manifest import Component, Lineage, Manifest, Versions
-from keepstep.storage.base import Storage
 
-__all__ = ["ComponentLine", "LayoutLine", "StepFacts", "TensorLine", "print_step", "read_step"]
+__all__ = ["DEEPEST", "ComponentLine", "LayoutLine", "StepFacts", "Wanted", "print_step", "read_step"]
 
+DEEPEST = 1000
+"""A depth below which no key goes."""
 SHOWN_LAYOUTS = 12
 SHOWN_MESHES = 4
-PIPED_COLUMNS = 10_000
 # Parts that most training states have, and what their names or types contain: worth a word when one is not there.
 _USUAL = {
     "scheduler": ("sched", "lr"),
@@ -65,26 +69,25 @@ class LayoutLine:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLine:
-    """One tensor. ``same_as`` is set for a tied one, which is stored under that other key."""
+class Wanted:
+    """What to show: ``depth`` levels of the tree, or the tensors themselves; of ``components``, by ``pattern``."""
 
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-    pieces: int
-    folder: str
-    same_as: str | None = None
+    pattern: str = "*"
+    components: tuple[str, ...] = ()
+    depth: int | None = None
+    tensors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
     """Everything about a step that its manifest says; the fields are those of the JSON output.
 
-    ``damage`` says which files are missing or of another size; contents are for ``verify``.
+    ``made`` is what has written it, see ``FORMAT_WORDS``. ``damage`` says which files are missing or of another size;
+    contents are for ``verify``.
     """
 
     path: str
+    made: str
     step: int
     save_id: str
     created: str
@@ -102,24 +105,27 @@ class StepFacts:
     layouts: tuple[LayoutLine, ...]
     damage: str | None = None
     tensor_list: tuple[TensorLine, ...] | None = None
+    tree: tuple[TreeLine, ...] | None = None
 
 
-def read_step(storage: Storage, pattern: str | None) -> StepFacts:
-    """What the manifest of a step says; ``pattern`` picks the keys to list, None lists none.
+def read_step(found: Found, wanted: Wanted) -> StepFacts:
+    """What the manifest of a checkpoint says.
 
     Raises:
-        UsageError: no key fits the pattern.
-        CorruptError, FormatError, StorageError: the manifest is damaged, newer, or cannot be read.
+        UsageError: a component that is not there, or no key fits the pattern.
+        StorageError: it cannot be read.
     """
-    manifest = read_manifest(storage)
+    storage, manifest = found.step, found.manifest
     damage = None
     try:
         check_files(storage, manifest)
     except CorruptError as err:
         damage = str(err)
-    lines = None if pattern is None else _tensor_lines(manifest, pattern)
+    chosen = wanted.tensors or wanted.depth is not None
+    lines = tensor_lines(manifest, wanted.pattern, wanted.components) if chosen else ()
     return StepFacts(
         path=storage.url,
+        made=found.format,
         step=manifest.step,
         save_id=manifest.save_id,
         created=manifest.created,
@@ -136,24 +142,62 @@ def read_step(storage: Storage, pattern: str | None) -> StepFacts:
         components=tuple(_component(name, part) for name, part in manifest.components.items()),
         layouts=_layout_lines(manifest),
         damage=damage,
-        tensor_list=lines,
+        tensor_list=lines if wanted.tensors else None,
+        tree=_tree(manifest, lines, wanted, wanted.depth) if wanted.depth is not None else None,
+    )
+
+
+def _tree(manifest: Manifest, lines: Sequence[TensorLine], wanted: Wanted, depth: int) -> tuple[TreeLine, ...]:
+    """Components without tensors are in it where tensors are not chosen by their keys."""
+    empty = [name for name, part in manifest.components.items() if not part.tensors and wanted.pattern == "*"]
+    return grow(
+        lines,
+        holders_of(manifest),
+        empty=[name for name in empty if not wanted.components or name in wanted.components],
+        total_bytes=sum(map(manifest.structure.tensor_bytes, manifest.tensors)),
+        depth=depth,
     )
 
 
 def print_step(facts: StepFacts, console: Console) -> None:
     """Everything for people, 80 columns and more."""
+    if facts.tree is not None:
+        print_tree(facts.tree, console)
+        return
     if facts.tensor_list is not None:
         _print_tensors(facts.tensor_list, console)
         return
-    lineage, versions = facts.lineage, facts.versions
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
+    for name, text in _rows(facts).items():
+        if text:
+            grid.add_row(name, text)
+    console.print(grid)
+    console.print()
+    _print_components(facts.components, console)
+    if facts.layouts:
+        console.print()
+        _print_layouts(facts.layouts, console)
+    if facts.damage is not None:
+        console.print(f"\ndamaged: {safe(facts.damage)}", soft_wrap=True)
+
+
+def _rows(facts: StepFacts) -> dict[str, str]:
+    """What is known of it, by name; empty where nothing is."""
+    lineage, versions = facts.lineage, facts.versions
+    if facts.made != "keepstep":
+        return {
+            "format": f"{FORMAT_WORDS[facts.made]}; it has no digests",
+            "path": safe(facts.path),
+            "size": f"{size_words(sum(part.bytes for part in facts.components))} in {plural(facts.tensors, 'tensor')}",
+            "world": plural(facts.world_size, "rank") if facts.made == "dcp" else "",
+        }
     shapes = [shape for shape in dict.fromkeys(facts.meshes) if shape != (facts.world_size,)]
     meshes = ", ".join(" × ".join(map(str, shape)) for shape in shapes[:SHOWN_MESHES])
     came = f", from step {lineage.parent.step} of incarnation {lineage.parent.incarnation}" if lineage.parent else ""
     other = f" of run {safe(lineage.parent.run)}" if lineage.parent and lineage.parent.run != lineage.run else ""
-    rows = {
+    return {
         "step": f"{facts.step}, saved {safe(facts.created)} ({age_words(age_s(facts.created))} ago)",
         "path": safe(facts.path),
         "size": f"{size_words(facts.bytes)} in {plural(facts.files, 'file')}, {plural(facts.tensors, 'tensor')}",
@@ -167,17 +211,6 @@ def print_step(facts: StepFacts, console: Console) -> None:
         "store": _store_words(lineage.exclusive),
         "metrics": metric_words(facts.metrics),
     }
-    for name, text in rows.items():
-        if text:
-            grid.add_row(name, text)
-    console.print(grid)
-    console.print()
-    _print_components(facts.components, console)
-    if facts.layouts:
-        console.print()
-        _print_layouts(facts.layouts, console)
-    if facts.damage is not None:
-        console.print(f"\ndamaged: {safe(facts.damage)}", soft_wrap=True)
 
 
 def _store_words(exclusive: bool | msgspec.UnsetType) -> str:
@@ -194,8 +227,11 @@ def _print_components(components: tuple[ComponentLine, ...], console: Console) -
     table.add_column("type", overflow="fold")
     table.add_column("tensors", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    whole = max(1, sum(part.bytes for part in components))
     for part in components:
-        table.add_row(safe(part.name), safe(part.kind), safe(part.type), f"{part.tensors:,}", size_words(part.bytes))
+        sizes = f"{part.tensors:,}", size_words(part.bytes), share_words(part.bytes / whole)
+        table.add_row(safe(part.name), safe(part.kind), safe(part.type), *sizes)
     console.print(table)
     left_out = dict.fromkeys(pattern for part in components for pattern in part.left_out)
     if left_out:
@@ -250,24 +286,3 @@ def _layout_lines(manifest: Manifest) -> tuple[LayoutLine, ...]:
         LayoutLine(layout.shape, layout_words(layout, manifest.meshes), piece_count(layout, manifest.meshes), count)
         for layout, count in ((manifest.layouts[index], count) for index, count in shared.most_common())
     )
-
-
-def _tensor_lines(manifest: Manifest, pattern: str) -> tuple[TensorLine, ...]:
-    """The tensors whose key fits, in the order of the state, tied ones after the others."""
-    words: dict[int, tuple[str, int]] = {}
-    lines = {}
-    for spec in manifest.tensors:
-        layout = manifest.layouts[spec.layout]
-        if spec.layout not in words:
-            words[spec.layout] = layout_words(layout, manifest.meshes), piece_count(layout, manifest.meshes)
-        lines[spec.key] = TensorLine(spec.key, spec.dtype, layout.shape, *words[spec.layout], spec.folder)
-    tied = []
-    for key, stored in manifest.aliases.items():
-        line = lines.get(stored)
-        if line is not None:
-            tied.append(TensorLine(key, line.dtype, line.shape, line.layout, line.pieces, line.folder, stored))
-    found = tuple(line for line in (*lines.values(), *tied) if fnmatchcase(line.key, pattern))
-    if not found and lines:
-        some, hint = ", ".join(list(lines)[:3]), near(pattern, list(lines))
-        raise UsageError(f"no key fits {pattern!r}; there are {len(lines) + len(tied):,} keys, such as {some}{hint}")
-    return found

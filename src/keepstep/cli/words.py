@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from keepstep.format.layout import Layout, Mesh, parts
 
 __all__ = [
+    "PIPED_COLUMNS",
     "age_s",
     "age_words",
     "config_words",
     "layout_words",
     "metric_words",
+    "number_words",
     "piece_count",
     "plural",
     "safe",
+    "share_words",
     "size_words",
     "time_words",
 ]
 
+PIPED_COLUMNS = 10_000
+"""How wide a table may be where it is piped: then nothing is folded."""
 SHOWN_CONFIG = 40
 MAX_DEPTH = 32
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -42,6 +47,11 @@ def size_words(size_bytes: int) -> str:
         if amount < 999.5 or unit == _UNITS[-1]:
             return f"{amount:.3g} {unit}"
     raise AssertionError  # the last unit returns
+
+
+def share_words(share: float) -> str:
+    """``12.5 %``; a part that is smaller than one can see is ``0 %`` only when it is nothing."""
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %" if share else "0 %"
 
 
 def age_s(created: str, now: dt.datetime | None = None) -> float | None:
@@ -93,6 +103,17 @@ def _entries(value: object, path: str, depth: int = 0) -> Iterator[str]:
 def plural(count: int, thing: str) -> str:
     """``1 file``, ``1,200 files``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def number_words(numbers: Iterable[int]) -> str:
+    """``0, 3, 7–12``: rising numbers, rows of them by their ends."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][1] + 1:
+            rows[-1][1] = number
+        else:
+            rows.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in rows)
 
 
 def layout_words(layout: Layout, meshes: tuple[Mesh, ...]) -> str:
