@@ -306,15 +306,17 @@ def save_embedding(folder, layout):
 
 
 def load_embedding(folder, layout):
-    state = state_of(layout, 16, vocabulary=13, steps=1)
-    before = local_bits(state)
-    with pytest.raises(MismatchError) as caught:
-        ks.load(f"{folder}/vocabulary", state)
-    assert caught.value.mismatches == (
-        f"model/embed.weight: saved with shape [10, {WIDTH}], the target has [13, {WIDTH}]",
-    )
-    assert "Nothing was changed." in str(caught.value)
-    assert_same(local_bits(state), before)
+    for only in (None, ["optimizer"]):
+        state = state_of(layout, 16, vocabulary=13, steps=1)
+        before = local_bits(state)
+        with pytest.raises(MismatchError) as caught:
+            ks.load(f"{folder}/vocabulary", state, only=only)
+        model = f"model/embed.weight: saved with shape [10, {WIDTH}], the target has [13, {WIDTH}]"
+        text = f"the state of a parameter that had the shape [10, {WIDTH}], and has [13, {WIDTH}] now"
+        held = [f"optimizer/state/embed.weight/{name}: {text}" for name in ("exp_avg", "exp_avg_sq")]
+        assert caught.value.mismatches == ((model, *held) if only is None else tuple(held))
+        assert "Nothing was changed." in str(caught.value)
+        assert_same(local_bits(state), before)
 
 
 STORIES = {

@@ -276,6 +276,7 @@ def bind_step(
     binder = Binder(table, into, origin, options.strict, options.cast is True)
     if options.selection is not None:
         tree, binder = chosen(options.selection, tree, binder, manifest.dropped)
+    binder.saved = tree
     if type(options.cast) is not bool:
         binder.cast = casts_of(options.cast, tree, options.selection, into)
     for name, node in tree.items():

@@ -40,8 +40,8 @@ class TreeBinder(ABC):
     ``surplus`` maps saved keys that have no place on this rank to what to say of them, should no other rank have one either;
     those in ``spared`` may be without one. ``lacks`` maps keys of the target that were not saved to their line in
     ``mismatches``. Components in ``left_out`` are no part of this. ``notes`` go into the report as they are.
-    ``stored`` says under which key the tensor of each key is stored. ``base`` are keys that the state leaves out of its
-    steps, and ``mark`` stands for the values that they get from this one.
+    ``saved`` is the tree of all that was saved, and ``stored`` says under which key the tensor of each key is stored.
+    ``base`` are keys that the state leaves out of its steps, and ``mark`` stands for the values that they get from this one.
     """
 
     table: LayoutTable
@@ -62,6 +62,7 @@ class TreeBinder(ABC):
     reports: dict[str, ComponentReport] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     stored: dict[str, str] = field(default_factory=dict)
+    saved: Mapping[str, Any] = field(default_factory=dict)
     base: list[str] | None = None
     mark: str | None = None
     _values: dict[str, Any] = field(default_factory=dict)

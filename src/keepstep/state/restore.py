@@ -168,11 +168,29 @@ class Binder(TreeBinder):
         self._then(finish)
         return optimizer
 
+    def _saved_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape that a parameter had, by the name that the optimizers have for it; None where the step does not say."""
+        modules = {key: node.tree for key, node in self.saved.items() if getattr(node, "kind", "") == "module"}
+        for component, tree in modules.items():
+            own = name.removeprefix(f"{component}.") if len(modules) > 1 else name
+            if type(tree.get(own)) is TensorRef and (own != name or len(modules) == 1):
+                return tuple(tree[own].shape)
+        return None
+
     def _bind_parameter_state(self, view: OptimizerView, name: str, node: Any, group: dict[str, Any], path: str) -> Any:
         """State of one parameter: into the tensors that are there, or into new ones placed like the parameter."""
         parameter = view.parameters[name]
         live = view.optimizer.state.get(parameter, {}) if view.plain else {}
         siblings = node if isinstance(node, dict) else {}
+
+        shape = self._saved_shape(name)
+        if shape is not None and shape != tuple(parameter.shape):
+            # State of other shapes than the parameter's is an optimizer's own affair; of the shape that it had, it is none.
+            text = f"the state of a parameter that had the shape {list(shape)}, and has {list(parameter.shape)} now"
+            wrong = [join(path, key) for key, item in siblings.items() if getattr(item, "shape", None) == shape]
+            self.mismatches.extend(f"{key}: {text}" for key in wrong)
+            if wrong:
+                return ABSENT
 
         def place(ref: TensorRef) -> torch.Tensor:
             return state_like(parameter, ref, view.placed(name, ref, group, siblings))
