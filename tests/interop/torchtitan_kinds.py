@@ -1,0 +1,210 @@
+"""Configurations and checks of torchtitan: a module for ``--module``, and ``torchtitan_kinds.py CHECK``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interop import torchtitan_on_cpu
+
+torchtitan_on_cpu.prepare()
+
+from safetensors import safe_open  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+from train_torchtitan import small  # noqa: E402
+
+import keepstep as ks  # noqa: E402
+from keepstep.errors import MismatchError, StepNotFoundError, UsageError  # noqa: E402
+from keepstep.interop.torchtitan import Checkpointer  # noqa: E402
+
+
+def validated() -> Trainer.Config:
+    """Validation behind saves, updates of several batches, a worker for the data, a save behind the first step."""
+    config = small()
+    config.training.global_batch_size = 4 * 2
+    config.training.steps = 20
+    config.dataloader.num_workers = 1
+    config.validator = Validator.Config(
+        enable=True, freq=5, steps=1, dataloader=HuggingFaceTextDataLoader.Config(dataset="sums", infinite=True)
+    )
+    config.checkpoint.enable_first_step_checkpoint = True
+    return config
+
+
+def run(
+    steps: int, folder: str = "a", kind: type = Checkpointer, change: Callable[[Any], None] | None = None, **options: Any
+) -> Trainer:
+    """A training of so many steps, saved every two."""
+    config = small()
+    config.training.steps = steps
+    # The learning rate does not follow the number of steps.
+    config.lr_scheduler.total_steps = 100
+    config.training.seq_len = 16
+    config.dump_folder = "out"
+    config.checkpoint = kind.Config(enable=True, folder=folder, interval=2, **{"last_save_model_only": False} | options)
+    if change is not None:
+        change(config)
+    trainer = config.build()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    state = trainer.model_parts[0].state_dict()
+    return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
+
+
+def same(left: Any, right: Any) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def there(folder: str = "a") -> list[str]:
+    return sorted(path.name for path in Path("out", folder).glob("step-*"))
+
+
+def goes_on() -> None:
+    """Steps that are kept, a step by number, and one that is not there."""
+    whole = run(8, "whole")
+    assert len(there("whole")) == 4
+    run(5, keep_latest_k=2)
+    assert there() == ["step-00000004", "step-00000005"]
+    more = run(8, keep_latest_k=2, async_mode="disabled")
+    assert (more.step, more.ntokens_seen) == (8, 8 * 2 * 16)
+    assert same(weights(more), weights(whole))
+    assert more.lr_schedulers.schedulers[0].last_epoch == whole.lr_schedulers.schedulers[0].last_epoch == 8
+    # The place in the data in words of its own, not as torchtitan's pickle.
+    [raw] = [path.read_bytes() for path in Path("out/a/step-00000008/state").iterdir()]
+    assert b'"sample_idx"' in raw
+    assert b"dp_rank_0" not in raw
+    earlier = run(8, "whole", load_step=4)
+    assert same(weights(earlier), weights(whole))
+    with pytest.raises(StepNotFoundError, match="7"):
+        run(9, "whole", load_step=7)
+    with pytest.raises(FileNotFoundError):
+        run(9, "nowhere", load_step=7)
+    # A run that is over, started again.
+    assert run(8, "whole").step == 8
+
+
+def taken_over() -> None:
+    """A folder of torchtitan's own manager: the run in it goes on, data and moments included."""
+    whole = run(6, "theirs", CheckpointManager)
+    run(4, "a", CheckpointManager)
+    assert [path.name for path in sorted(Path("out/a").iterdir())] == ["step-2", "step-4"]
+    more = run(6)
+    assert more.step == 6
+    assert same(weights(more), weights(whole))
+    assert there() == ["step-00000006", "step-2", "step-4"]
+    # From now on the folder's own steps count.
+    assert same(weights(run(6)), weights(whole))
+    assert same(weights(run(6, load_step=2, load_only=True)), weights(whole))
+
+
+def elsewhere() -> None:
+    """initial_load_path: a checkpoint of torchtitan, a run, a step; weights alone, or all of it."""
+    theirs, ours = run(2, "theirs", CheckpointManager), run(4, "ours")
+    path = str(Path("out").resolve())
+    for number, (source, where) in enumerate(
+        ((theirs, "theirs/step-2"), (ours, "ours"), (ours, "ours/step-00000004"), (ours, "ours"))
+    ):
+        begun = run(0, f"begun-{number}", load_only=number == 3, initial_load_path=f"{path}/{where}")
+        assert same(weights(begun), weights(source))
+        assert (begun.step, len(begun.optimizers.optimizers[0].state)) == (0, 0)
+    assert not Path("out/begun-3").exists()
+    whole = run(6, "ours")
+    all_of_it = {"initial_load_model_only": False, "initial_load_path": f"{path}/ours/step-00000004"}
+    assert same(weights(run(6, "all", **all_of_it)), weights(whole))
+    assert there("all") == ["step-00000006"]
+    # What is in the folder comes first, whatever was begun from.
+    assert same(weights(run(6, "all", **all_of_it)), weights(whole))
+    left = run(0, "left", exclude_from_loading=["optimizer", "dataloader"], **all_of_it)
+    assert (left.step, len(left.optimizers.optimizers[0].state)) == (4, 0)
+
+
+def last_steps() -> None:
+    """Of the last step also the model alone: in a dtype, as safetensors for others, and begun from those."""
+    last = run(2, last_save_model_only=True, export_dtype="bfloat16")
+    with ks.open("out/a/model-2") as model, ks.open("out/a/step-00000002") as step:
+        assert {key.split("/")[0] for key in model} == {"model"}
+        for key in model:
+            assert torch.equal(model[key], step[key].bfloat16()), key
+    again = run(0, "again", initial_load_path=str(Path("out/a/step-00000002").resolve()))
+    assert same(weights(again), weights(last))
+    hub = run(2, "hub", last_save_model_only=True, last_save_in_hf=True)
+    assert there("hub") == ["step-00000002", "step-2"]
+    with safe_open("out/hub/step-2/model-00001-of-00001.safetensors", "pt") as file:
+        assert "model.layers.0.self_attn.q_proj.weight" in set(file.keys())
+    from_hub = {"initial_load_in_hf": True, "initial_load_path": str(Path("out/hub/step-2").resolve())}
+    assert same(weights(run(0, "from_hub", **from_hub)), weights(hub))
+    # The folder with both goes on with the whole step.
+    assert run(3, "hub").step == 3
+
+
+def seeds() -> None:
+    """A step 0 made by one process gives its weights and nothing else."""
+    config = small()
+    config.dump_folder = "out"
+    config.checkpoint = Checkpointer.Config(enable=True, folder="a", create_seed_checkpoint=True)
+    config.debug.seed = 7
+    seed = config.build()
+    seed.checkpointer.save(curr_step=0, last_step=True)
+    seed.close()
+    assert there() == ["step-00000000"]
+    begun = run(0)
+    assert same(weights(begun), weights(seed))
+    assert begun.step == 0
+    assert run(3).step == 3
+    assert there() == ["step-00000000", "step-00000002", "step-00000003"]
+    assert run(0, load_step=0, load_only=True).step == 0
+
+
+def refusals() -> None:
+    run(2)
+    with pytest.raises(UsageError, match="no optimiser in TrainState"):
+        run(2, exclude_from_loading=["optimiser"])
+    with pytest.raises(UsageError, match="counted from 0 again in a folder that has later ones"):
+        run(2, exclude_from_loading=["train_state"])
+    anew = run(3, exclude_from_loading=["lr_scheduler", "dataloader"])
+    assert anew.lr_schedulers.schedulers[0].last_epoch == 1
+    # A disabled one does nothing.
+    assert run(1, "none", change=lambda config: setattr(config.checkpoint, "enable", False)).step == 1
+    assert not Path("out/none").exists()
+    # Attempts that never ended are no fresh start.
+    Path("out/cut/step-00000002/model").mkdir(parents=True)
+    Path("out/cut/step-00000002/model/rank-00000.5f3a91c2.safetensors").write_bytes(b"part")
+    with pytest.raises(StepNotFoundError, match="step-00000002"):
+        run(1, "cut")
+    # Looking only leaves no trace.
+    before = sorted(Path("out/a").rglob("*"))
+    assert run(4, load_only=True).step == 4
+    assert sorted(Path("out/a").rglob("*")) == before
+
+
+def spread() -> None:
+    """What two ranks have saved: gone on with by test_another_number_of_ranks."""
+    run(4)
+
+
+def gathered() -> None:
+    """One rank goes on where two were: weights and moments fit, the place in the data is one of two."""
+    with pytest.raises(MismatchError, match=r"saved by data-parallel rank 0 of 2, here is data-parallel rank 0 of 1"):
+        run(6)
+    more = run(6, exclude_from_loading=["dataloader"])
+    assert (more.step, more.ntokens_seen) == (6, 6 * 2 * 16)
+
+
+CHECKS = {one.__name__: one for one in (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, spread, gathered)}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
