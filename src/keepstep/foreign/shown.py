@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import bisect
 import errno
+import resource
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -47,22 +50,44 @@ from keepstep.storage.base import Blob, Storage, Upload
 __all__ = ["OpenFiles", "Piece", "ShownStep", "ShownTensor", "Source"]
 
 MAX_FOLDERS = 12
+MOST_OPEN = 256
+OPEN_SHARE = 16
+"""Files that one reader has open, and which part that may be of all that the process may have: there are several readers."""
 
 
 class OpenFiles:
-    """The other program's files that one reader has open; each is opened once. Any thread."""
+    """The other program's files that one reader has open: the last that were used, as many as is good. Any thread."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._open: dict[str, Blob] = {}
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max(2, min(MOST_OPEN, limit // OPEN_SHARE if limit > 0 else MOST_OPEN))
+        self._open: OrderedDict[str, Blob] = OrderedDict()
+        self._used: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def of(self, name: str) -> Blob:
-        """The open file of that name."""
+        """The file of that name; it is open while it is read, and closed with the others. Closing it does nothing."""
+        with self.held(name) as blob:
+            return _Lent(self, name, blob.size_bytes)
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[Blob]:
+        """The open file of that name, which stays open meanwhile."""
         with self._lock:
             if name not in self._open:
+                # (Those that somebody reads from are no longer counted: readers are few.)
+                for other in [each for each in self._open if not self._used[each]][: len(self._open) + 1 - self._most]:
+                    self._open.pop(other).close()
                 self._open[name] = self._storage.open(name)
-            return self._open[name]
+            self._open.move_to_end(name)
+            self._used[name] += 1
+            blob = self._open[name]
+        try:
+            yield blob
+        finally:
+            with self._lock:
+                self._used[name] -= 1
 
     def close(self) -> None:
         """Closes them all. Idempotent."""
@@ -70,6 +95,21 @@ class OpenFiles:
             for blob in self._open.values():
                 blob.close()
             self._open.clear()
+
+
+class _Lent(Blob):
+    """One of the files, which is opened again where it had to be closed for others."""
+
+    def __init__(self, files: OpenFiles, name: str, size_bytes: int) -> None:
+        self._files, self._name = files, name
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        with self._files.held(self._name) as blob:
+            blob.read_into(offset, buffer)
+
+    def close(self) -> None:
+        pass
 
 
 class Source(ABC):

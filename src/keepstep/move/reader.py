@@ -12,6 +12,7 @@ import ctypes
 import errno
 import itertools
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ FIRST_READ_BYTES = 1 << 12
 GAP_SHARE = 32
 """Over a wire, a gap of at most this share of what is read before it is read too, in place of one more request."""
 LOOK_S = 0.05
+MOST_FILES = 512
+FILES_SHARE = 8
+"""Files that one call has open at once, and which part that may be of all that the process may have."""
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -131,34 +135,39 @@ def read_pieces(
     for piece in pieces:
         by_file.setdefault((piece.folder, piece.rank), []).append(piece)
     bytes_read = 0
-    files: list[ShardFile] = []
     records: dict[str, dict[int, FileRecord]] = {}
     for folder, _ in by_file:
         if folder not in records:
             records[folder] = {record.rank: record for record in manifest.files.get(folder, ())}
-    try:
-        tasks: list[_Task] = []
-        if storage.requests_at_once and len(by_file) > 1:
-            files = _open_together(storage, manifest, [*by_file], records)
-        for number, ((folder, rank), here) in enumerate(by_file.items()):
-            if number == len(files):
-                files.append(open_shard(storage, manifest, folder, rank, records[folder]))
-            file = files[number]
-            bytes_read += file.header.data_offset
-            reads: list[Read] = []
-            for piece in here:
-                entry = file.by_piece.get((piece.key, piece.stored.offsets))
-                dtype = str(targets[piece.want].dtype)
-                if entry is None or entry.box != piece.stored or dtype != f"torch.{entry.dtype}":
-                    where = f"{piece.key!r}{piece.stored}"
-                    raise CorruptError(f"{file.name} does not hold {where}, which the manifest expects there")
-                reads.extend(plan_reads(piece, entry, wants[piece.want]))
-            tasks.extend(_tasks(file, reads, targets))
-        bytes_read += sum(task.stop - task.start for task in tasks)
-        _run(tasks, wants, targets, storage.requests_at_once or READER_THREADS)
-    finally:
-        for file in files:
-            file.blob.close()
+    # A step of many ranks has more files than a process may have open, of which others need some too.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = max(4, min(MOST_FILES, limit // FILES_SHARE if limit > 0 else MOST_FILES))
+    order = [*by_file.items()]
+    for batch in (order[start : start + most] for start in range(0, len(order), most)):
+        files: list[ShardFile] = []
+        try:
+            tasks: list[_Task] = []
+            if storage.requests_at_once and len(batch) > 1:
+                files = _open_together(storage, manifest, [which for which, _ in batch], records)
+            for number, ((folder, rank), here) in enumerate(batch):
+                if number == len(files):
+                    files.append(open_shard(storage, manifest, folder, rank, records[folder]))
+                file = files[number]
+                bytes_read += file.header.data_offset
+                reads: list[Read] = []
+                for piece in here:
+                    entry = file.by_piece.get((piece.key, piece.stored.offsets))
+                    dtype = str(targets[piece.want].dtype)
+                    if entry is None or entry.box != piece.stored or dtype != f"torch.{entry.dtype}":
+                        where = f"{piece.key!r}{piece.stored}"
+                        raise CorruptError(f"{file.name} does not hold {where}, which the manifest expects there")
+                    reads.extend(plan_reads(piece, entry, wants[piece.want]))
+                tasks.extend(_tasks(file, reads, targets))
+            bytes_read += sum(task.stop - task.start for task in tasks)
+            _run(tasks, wants, targets, storage.requests_at_once or READER_THREADS)
+        finally:
+            for file in files:
+                file.blob.close()
     return bytes_read
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -224,10 +225,12 @@ def _planned(source: Storage, manifest: Manifest, wish: Wish, world: int) -> Pla
     if world > 1:
         found = plan(min(wish.max_shard_bytes, max(1, -(-found.data_bytes // world))))
     most = max(len(share) for share in share_files(found.files, world))
-    if most > MOST_FILES:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = min(MOST_FILES, limit // 4) if limit > 0 else MOST_FILES
+    if most > allowed:
         raise UsageError(
             f"max_shard_bytes={wish.max_shard_bytes:,} makes {len(found.files):,} files, {most:,} of them on one rank, which"
-            f" keeps no more than {MOST_FILES} open; give a larger one"
+            f" keeps no more than {allowed} open; give a larger one, or allow more open files (ulimit -n)"
         )
     return found
 
