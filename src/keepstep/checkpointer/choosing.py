@@ -23,7 +23,7 @@ from keepstep.state.capture import names_of
 from keepstep.state.casting import Casts
 from keepstep.state.chosen import ChosenBinder
 from keepstep.state.module import module_state, parameter_names
-from keepstep.state.optimizer import OptimizerView
+from keepstep.state.optimizer import OptimizerView, at_names, position_names
 from keepstep.state.restore import Binder
 from keepstep.state.values import objects_in
 
@@ -46,6 +46,8 @@ def chosen(
     if not binder.strict and (selection.allow_missing or selection.allow_extra):
         raise UsageError(f"strict=False allows everything: leave out allow_missing= and allow_extra=. {_UNCHANGED}")
     found, gone = (tree, []) if selection.rename is None else renamed_tree(tree, selection.rename)
+    binder.saved = found
+    found = _with_names(found, binder)
     takes = binder
     if selection.only is not None:
         globs = Globs(_spelt(selection.only, found, binder.state), "only")
@@ -74,7 +76,24 @@ def chosen(
     return found, takes
 
 
-def casts_of(cast: object, tree: Mapping[str, Any], selection: Selection | None, state: Mapping[str, Any]) -> Casts:
+def _with_names(tree: dict[str, Any], binder: Binder) -> dict[str, Any]:
+    """The tree with names of the target's parameters, where the optimizer of another program has positions."""
+    made = dict(tree)
+    for name, target in binder.state.items():
+        node = made.get(name)
+        inner = node.tree if type(node) is ObjectNode else node
+        if (
+            isinstance(target, torch.optim.Optimizer)
+            and isinstance(inner, dict)
+            and {"state", "param_groups"} <= {*inner}
+        ):
+            view = OptimizerView(target, names_of(binder.state))
+            named = at_names(inner, position_names(view, inner, binder.saved_parameters()))
+            made[name] = ObjectNode(node.kind, node.type_name, named) if type(node) is ObjectNode else named
+    return made
+
+
+def casts_of(cast: object, tree: dict[str, Any], selection: Selection | None, binder: Binder) -> Casts:
     """What ``cast`` says of the tensors of a saved tree. Of two steps that complete each other, one may have them.
 
     Raises:
@@ -82,9 +101,10 @@ def casts_of(cast: object, tree: Mapping[str, Any], selection: Selection | None,
     """
     casts = Casts(cast)
     if selection is None or type(selection.only) is not Demanded:
-        found = {key: node for key, node in _nodes(tree) if type(node) in (TensorRef, RankRef)}
+        named = _with_names(tree, binder)
+        found = {key: node for key, node in _nodes(named) if type(node) in (TensorRef, RankRef)}
         away = selection.completed if selection is not None else ()
-        others = dict.fromkeys(left_out_keys(state, Globs(away, "leave_out")) if away else ())
+        others = dict.fromkeys(left_out_keys(binder.state, Globs(away, "leave_out")) if away else ())
         casts.check({**others, **{key: node if type(node) is TensorRef else None for key, node in found.items()}})
     return casts
 

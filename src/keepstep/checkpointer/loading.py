@@ -189,8 +189,7 @@ def load_step(
             binder.reject(*msgspec.msgpack.decode(differences, type=tuple[list[str], list[str]]))
         if binder.mismatches:
             raise mismatch_of(manifest, storage.url, binder)
-    if binder.base is not None:
-        binder.mark = mark_base(ranks, storage, manifest, binder, deadline_s)
+    binder.mark = None if binder.base is None else mark_base(ranks, storage, manifest, binder, deadline_s)
     if options.dry_run:
         return foresee(ranks, storage, manifest, binder, deadline_s)
     sharing = agree_to_share(ranks, manifest, binder, share, deadline_s) if together else None
@@ -217,6 +216,7 @@ def load_step(
         if binder.mark is not None or FILES in into:
             note_after(into, binder)
         phase.broadcast(b"" if phase.gather(b"") is not None else None)
+    own = [target for targets in binder.own_targets.values() for target in targets.values()]
     return LoadReport(
         step=manifest.step,
         url=storage.url,
@@ -224,7 +224,7 @@ def load_step(
         world=ranks.world,
         bytes_read=read,
         bytes_received=0 if sharing is None else sharing.received,
-        bytes_needed=sum(target.numel() * target.element_size() for target in binder.targets),
+        bytes_needed=sum(target.nbytes for target in (*binder.targets, *own)),
         components=binder.reports,
         notes=tuple(binder.notes),
         changed=changed_since(ranks, manifest, into) if isinstance(into, TrainState) else (),
@@ -278,7 +278,7 @@ def bind_step(
         tree, binder = chosen(options.selection, tree, binder, manifest.dropped)
     binder.saved = tree
     if type(options.cast) is not bool:
-        binder.cast = casts_of(options.cast, tree, options.selection, into)
+        binder.cast = casts_of(options.cast, tree, options.selection, binder)
     for name, node in tree.items():
         if name in binder.left_out:
             binder.reports[name] = ComponentReport(skipped=True)

@@ -6,6 +6,7 @@ dummy step is taken, group dictionaries keep their identity, and a parameter tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.format.objects import TensorRef
 
-__all__ = ["OptimizerView", "at_names", "optimizer_state"]
+__all__ = ["OptimizerView", "apply_groups", "at_names", "match_groups", "optimizer_state", "position_names"]
 
 
 class OptimizerView:
@@ -94,6 +95,27 @@ def at_names(tree: dict[str, Any], names: list[str]) -> dict[str, Any]:
     }
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in tree["param_groups"]]
     return {**tree, "state": state, "param_groups": groups}
+
+
+def position_names(view: OptimizerView, tree: dict[str, Any], saved: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The parameters of the target that the positions of a state_dict stand for, in their order.
+
+    All of them; where a model has grown, those which its saved state has (``saved``, with shapes), if there are as many of
+    these in each group as there were positions, and each position holds state of such a shape.
+    """
+    names = list(view.parameters)
+    counts = [len(group["params"]) for group in tree["param_groups"]]
+    known = [[name for name in group if name in saved] for group in view.group_names]
+    if sum(counts) == len(names) or [len(group) for group in known if group] != [count for count in counts if count]:
+        return names
+    flat = [name for group in known for name in group]
+    for position, name in enumerate(flat):
+        held = tree["state"].get(position)
+        tensors = [item.shape for item in held.values() if type(item) is TensorRef] if isinstance(held, dict) else []
+        alike = [shape for shape in tensors if shape and len(shape) == len(saved[name])]
+        if alike and saved[name] not in alike:
+            return names
+    return flat
 
 
 def match_groups(view: OptimizerView, saved: list[dict[str, Any]], path: str) -> tuple[list[dict[str, Any]], list[str]]:

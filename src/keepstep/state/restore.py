@@ -19,7 +19,15 @@ from keepstep.state.binding import Place, TreeBinder
 from keepstep.state.capture import names_of, wrapped
 from keepstep.state.memory import fits, pointer, state_like
 from keepstep.state.module import is_extra_state, module_state, passing_hint, restore_module, unwrap
-from keepstep.state.optimizer import OptimizerView, apply_groups, at_names, load_packed, match_groups, set_state
+from keepstep.state.optimizer import (
+    OptimizerView,
+    apply_groups,
+    at_names,
+    load_packed,
+    match_groups,
+    position_names,
+    set_state,
+)
 from keepstep.state.report import ComponentReport
 from keepstep.state.rng import GENERATOR, RngStreams, stream_for
 from keepstep.state.values import ABSENT, is_live
@@ -136,7 +144,8 @@ class Binder(TreeBinder):
 
     def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
         view = OptimizerView(optimizer, names_of(self.state))
-        tree = at_names(tree, list(view.parameters))
+        shapes = self.saved_parameters()
+        tree = at_names(tree, position_names(view, tree, shapes))
         below = join(path, "state")
         fields, problems = match_groups(view, tree["param_groups"], path)
         self.mismatches.extend(problems)
@@ -149,7 +158,10 @@ class Binder(TreeBinder):
         groups = {name: group for names, group in zip(view.group_names, fields, strict=True) for name in names}
         for name, node in tree["state"].items():
             if name in view.parameters:
-                states[name] = self._bind_parameter_state(view, name, node, groups[name], join(below, name))
+                at = join(below, name)
+                states[name] = self._bind_parameter_state(
+                    view, name, node, at, group=groups[name], shape=shapes.get(name)
+                )
             elif name not in saved:
                 states[name] = self._plain(node, join(below, name))
         bound = [self._plain(group, join(join(path, "param_groups"), i)) for i, group in enumerate(fields)]
@@ -168,22 +180,33 @@ class Binder(TreeBinder):
         self._then(finish)
         return optimizer
 
-    def _saved_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape that a parameter had, by the name that the optimizers have for it; None where the step does not say."""
-        modules = {key: node.tree for key, node in self.saved.items() if getattr(node, "kind", "") == "module"}
-        for component, tree in modules.items():
-            own = name.removeprefix(f"{component}.") if len(modules) > 1 else name
-            if type(tree.get(own)) is TensorRef and (own != name or len(modules) == 1):
-                return tuple(tree[own].shape)
-        return None
+    def saved_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what was saved of the target's modules, by the names that optimizers have for parameters."""
+        modules = [name for name, value in self.state.items() if isinstance(value, nn.Module)]
+        found: dict[str, tuple[int, ...]] = {}
+        for component in modules:
+            node = self.saved.get(component)
+            tree = node.tree if type(node) is ObjectNode else node
+            prefix = f"{component}." if len(modules) > 1 else ""
+            if isinstance(tree, dict):
+                found.update((f"{prefix}{name}", ref.shape) for name, ref in tree.items() if type(ref) is TensorRef)
+        return found
 
-    def _bind_parameter_state(self, view: OptimizerView, name: str, node: Any, group: dict[str, Any], path: str) -> Any:
+    def _bind_parameter_state(
+        self,
+        view: OptimizerView,
+        name: str,
+        node: Any,
+        path: str,
+        *,
+        group: dict[str, Any],
+        shape: tuple[int, ...] | None,
+    ) -> Any:
         """State of one parameter: into the tensors that are there, or into new ones placed like the parameter."""
         parameter = view.parameters[name]
         live = view.optimizer.state.get(parameter, {}) if view.plain else {}
         siblings = node if isinstance(node, dict) else {}
 
-        shape = self._saved_shape(name)
         if shape is not None and shape != tuple(parameter.shape):
             # State of other shapes than the parameter's is an optimizer's own affair; of the shape that it had, it is none.
             text = f"the state of a parameter that had the shape {list(shape)}, and has {list(parameter.shape)} now"
