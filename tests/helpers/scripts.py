@@ -126,8 +126,10 @@ def page_runs(process: Warm, page: str, folder: Path, *, only: str) -> None:
 
 
 def main() -> None:
-    for module in sys.argv[1:]:
-        __import__(module)
+    # Answers alone go where the test reads.
+    with contextlib.redirect_stdout(sys.stderr):
+        for module in sys.argv[1:]:
+            __import__(module)
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)
 

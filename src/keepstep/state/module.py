@@ -14,6 +14,7 @@ from keepstep.format.objects import join
 __all__ = [
     "broadcast_buffers",
     "clean_names",
+    "is_extra_state",
     "left_out_of",
     "module_state",
     "parameter_names",
