@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import enum
+import io
 import math
 import pickle
 import random
@@ -391,6 +392,13 @@ def test_depth_has_a_limit_on_both_sides():
         encode(value)
 
 
+def test_a_file_in_memory_comes_back_with_its_position():
+    file = io.BytesIO(b"in memory")
+    file.seek(3)
+    found = decode(encode({"file": file}))["file"]
+    assert (type(found), found.getvalue(), found.tell()) == (io.BytesIO, b"in memory", 3)
+
+
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 MALFORMED = [
@@ -398,6 +406,8 @@ MALFORMED = [
     b'{"$":"tuple","v":1}', b'{"$":"dict","v":[1]}', b'{"$":"dict","v":[[[1],2]]}', b'{"$":"set","v":[[1]]}',
     b'{"$":"dict","v":[["a"]]}', b'{"$":"int","v":"x"}', b'{"$":"int","v":5}', b'{"$":"float","v":"00"}',
     b'{"$":"float","v":""}', b'{"$":"complex","v":""}', b'{"$":"bytes","v":"*"}', b'{"$":"bytes","v":1}',
+    b'{"$":"class","type":"io.BytesIO","v":1}', b'{"$":"class","type":"io.BytesIO","v":["x",0]}',
+    b'{"$":"class","type":"io.BytesIO","v":[{"$":"bytes","v":""},-1]}', b'{"$":"class","type":"io.BytesIO","v":[]}',
     b'{"$":"str","v":"/w=="}', b'{"$":"path","v":1}', b'{"$":"path","v":{"v":"*"}}', b'{"$":"date","v":"x"}',
     b'{"$":"datetime","v":"2024-01-01","zone":"../../etc/passwd"}', b'{"$":"datetime","v":"2024-01-01","zone":"Europe"}',
     b'{"$":"datetime","v":"2024-01-01","zone":"No/Where"}', b'{"$":"datetime","v":"2024-01-01","fold":9}',

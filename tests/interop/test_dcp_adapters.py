@@ -134,8 +134,8 @@ def test_a_committed_step_is_replaced_whole_or_refused(tmp_path):
     dcp.save({"v": torch.zeros(2)}, storage_writer=Writer(path=tmp_path / "s", thread_count=2), no_dist=True)
     assert list(ks.open(tmp_path / "s")) == ["v"]
     check_sound(tmp_path / "s")
-    with pytest.raises(UsageError, match="_extensions"):
-        Writer(tmp_path / "s", _extensions=[object()])
+    with pytest.raises(UsageError, match="compression"):
+        Writer(tmp_path / "s", compression="zstd")
 
 
 def test_values_that_cannot_be_stored_are_refused_by_name(tmp_path):

@@ -26,8 +26,8 @@ def find_foreign(storage: Storage) -> bytes:
     return b""
 
 
-def show_foreign(storage: Storage, raw: bytes) -> tuple[Storage, bytes]:
-    """The folder as a step, and the manifest of that.
+def show_foreign(storage: Storage, raw: bytes, registry: object = None) -> tuple[Storage, bytes]:
+    """The folder as a step, and the manifest of that. ``registry`` is torch's, of extensions, where there are others.
 
     Raises:
         UnsafeValueError, CorruptError: it holds what is not plain, or is damaged; see ``keepstep.foreign``.
@@ -40,7 +40,7 @@ def show_foreign(storage: Storage, raw: bytes) -> tuple[Storage, bytes]:
     else:
         from keepstep.foreign.dcp.step import show_directory
 
-        shown = show_directory(storage, raw)
+        shown = show_directory(storage, raw, registry=registry)
     return shown, read_blob(shown, MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
 

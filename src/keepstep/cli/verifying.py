@@ -12,11 +12,11 @@ from keepstep.check.run import verify_run
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.words import plural, safe, size_words
 from keepstep.commit.aside import set_aside
-from keepstep.commit.catalog import read_catalog, read_manifest, step_storage
+from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_catalog, read_manifest, step_storage
 from keepstep.commit.garbage import find_garbage
-from keepstep.errors import StepNotFoundError
+from keepstep.errors import CorruptError, StepNotFoundError, StorageError
 from keepstep.format.manifest import MANIFEST_NAME, step_name
-from keepstep.storage.base import Storage
+from keepstep.storage.base import Storage, read_blob
 
 __all__ = ["StepResult", "Verification", "bar_of", "print_result", "verify_root", "verify_step"]
 
@@ -57,7 +57,9 @@ class Verification:
 
 
 def verify_step(storage: Storage, name: str, errors: Console) -> Verification:
-    """Verifies one step; the bar goes to ``errors`` where that is a terminal."""
+    """Verifies one step, or what torch's DCP has put there; the bar goes to ``errors`` where that is a terminal."""
+    if _is_pickle(storage):
+        return _verify_foreign(storage, read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES), name, errors)
     result = _run(storage, name, errors)
     summed = _summed(storage.url, [result])
     if not result.ok or read_manifest(storage).lineage.exclusive is not False:
@@ -65,6 +67,31 @@ def verify_step(storage: Storage, name: str, errors: Console) -> Verification:
     return replace(
         summed, notes=("the store gives a name to more than one writer: only one job at a time may save there",)
     )
+
+
+def _is_pickle(storage: Storage) -> bool:
+    """Whether there is torch's metadata in the place of a manifest."""
+    first = bytearray(1)
+    try:
+        with storage.open(MANIFEST_NAME) as blob:
+            blob.read_into(0, memoryview(first))
+    except (StorageError, CorruptError):
+        return False
+    return bytes(first) == b"\x80"
+
+
+def _verify_foreign(storage: Storage, raw: bytes, name: str, errors: Console) -> Verification:
+    """A directory of torch's DCP: ``blocks`` are entries then, and ``notes`` say what could not be told."""
+    # Late: it needs torch, and most steps do not.
+    from keepstep.foreign.dcp.proving import proving
+
+    with bar_of(errors) as bar:
+        task = bar.add_task(safe(name), total=None)
+        for proved in proving(storage, raw):
+            bar.update(task, completed=proved.bytes, total=proved.total_bytes)
+    problems = tuple(Problem(fault.kind, fault.file, fault.text) for fault in proved.faults)
+    result = StepResult(name, None, not problems, proved.files, proved.bytes, proved.entries, problems, proved.strays)
+    return replace(_summed(storage.url, [result]), notes=tuple(proved.notes))
 
 
 def verify_root(root: Storage, errors: Console) -> Verification:

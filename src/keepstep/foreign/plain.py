@@ -98,6 +98,7 @@ _PATH = Call(lambda *parts: pathlib.Path(*parts))
 _CORE = importlib.import_module("numpy._core.multiarray" if hasattr(np, "_core") else "numpy.core.multiarray")
 _TABLE: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Call(_encode),
+    ("_io", "BytesIO"): io.BytesIO,
     # Some releases of Python write a member of an enumeration, or how to make a time zone, so.
     ("builtins", "getattr"): Call(_attribute),
     ("__builtin__", "getattr"): Call(_attribute),

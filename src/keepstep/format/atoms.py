@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import io
 import math
 import re
 from collections.abc import Callable
@@ -58,6 +59,15 @@ def _write_datetime(value: dt.datetime) -> dict[str, Any]:
     return plain | {"fold": 1} if value.fold else plain
 
 
+def _write_file(value: io.BytesIO) -> dict[str, Any]:
+    # As a class with a state, which readers that are older know how to refuse by name.
+    return {
+        "$": "class",
+        "type": "io.BytesIO",
+        "v": {"$": "tuple", "v": [_WRITE[bytes](value.getvalue()), value.tell()]},
+    }
+
+
 def _write_array(value: Any) -> dict[str, Any]:
     kind = value.dtype
     # Types that numpy does not know by itself call themselves raw bytes.
@@ -80,6 +90,7 @@ _WRITE: dict[type, Callable[[Any], dict[str, Any]]] = {
     float: lambda value: {"$": "float", "v": np.float64(value).tobytes().hex()},
     complex: lambda value: {"$": "complex", "v": np.complex128(value).tobytes().hex()},
     bytes: lambda value: {"$": "bytes", "v": _text(value)},
+    io.BytesIO: _write_file,
     bytearray: lambda value: {"$": "bytearray", "v": _text(value)},
     dt.date: lambda value: {"$": "date", "v": value.isoformat()},
     dt.datetime: _write_datetime,

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from enum import Enum
 
 from keepstep.errors import UsageError
 
 __all__ = ["can_register", "register", "registered_class", "registered_name"]
 
-_CLASSES: dict[str, type] = {}
+
+class _File:
+    """Reads a file in memory: its bytes, and where it stood."""
+
+    @staticmethod
+    def from_state(state: tuple[bytes, int]) -> io.BytesIO:
+        """The file."""
+        file = io.BytesIO(state[0])
+        file.seek(state[1])
+        return file
+
+
+_CLASSES: dict[str, type] = {"io.BytesIO": _File}
 
 
 def register(cls: type, *, name: str | None = None) -> type:

@@ -15,7 +15,6 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +127,7 @@ class _Window(io.RawIOBase):
         return count
 
 
-def find_extent(blob: Blob, tensor: SavedTensor, chunk: Chunk) -> Extent:
+def find_extent(blob: Blob, tensor: SavedTensor, chunk: Chunk, registry: Any = None) -> Extent:
     """Where the bytes of one chunk lie; reads a few small things, or all of it where they do not lie there as they are.
 
     Raises:
@@ -136,7 +135,7 @@ def find_extent(blob: Blob, tensor: SavedTensor, chunk: Chunk) -> Extent:
     """
     item, size = chunk.item, math.prod(chunk.box.sizes) * ITEM_BYTES[tensor.dtype]
     if item.transforms:
-        return _held(_transformed(blob, item), tensor, chunk)
+        return _held(_transformed(blob, item, registry), tensor, chunk)
     head = bytearray(min(4, max(blob.size_bytes - item.offset, 0)))
     blob.read_into(item.offset, memoryview(head))
     if bytes(head) != b"PK\x03\x04":
@@ -255,7 +254,7 @@ def prove(blob: Blob, extent: Extent, what: str) -> None:
         raise CorruptError(f"{what}: the {size:,} bytes at byte {start:,} do not match their CRC-32")
 
 
-def read_value(blob: Blob, saved: SavedValue) -> Any:
+def read_value(blob: Blob, saved: SavedValue, registry: Any = None) -> Any:
     """A plain value; tensors in it are read with it.
 
     Raises:
@@ -263,11 +262,11 @@ def read_value(blob: Blob, saved: SavedValue) -> Any:
         CorruptError: there is nothing of that kind.
     """
     item = saved.item
-    file = _transformed(blob, item) if item.transforms else _Window(blob, item.offset, item.length)
+    file = _transformed(blob, item, registry) if item.transforms else _Window(blob, item.offset, item.length)
     return load_plain(file.read(), f"{item.file}: {saved.name!r}")
 
 
-def _transformed(blob: Blob, item: Item) -> Any:
+def _transformed(blob: Blob, item: Item, registry: Any) -> Any:
     """An entry that was passed through torch's stream extensions, undone.
 
     Raises:
@@ -275,9 +274,9 @@ def _transformed(blob: Blob, item: Item) -> Any:
     """
     stream: Any = _Window(blob, item.offset, item.length)
     try:
-        for one in ExtensionRegistry().from_descriptor_list(item.transforms):
-            undo: Callable[[Any], Any] = one.transform_from  # type: ignore[attr-defined]
-            stream = undo(stream)
+        known: Any = registry or ExtensionRegistry()
+        for one in known.from_descriptor_list(item.transforms):
+            stream = one.transform_from(stream)
         return io.BytesIO(stream.read(-1))
     except (ValueError, LookupError, AttributeError, ImportError, AssertionError) as err:
         raise UnsafeValueError([f"{item.file}: written through {', '.join(item.transforms)}: {err}"]) from err

@@ -25,13 +25,14 @@ HELD = 8
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
-def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = ()) -> ShownStep:
+def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = (), *, registry: Any = None) -> ShownStep:
     """The step that a directory holds: read are its metadata and its plain values, and tensors when they are asked for.
 
     Args:
         storage: the directory.
         raw: its ``.metadata``.
         only: the components to show, of those at the top of the state; all of them when it is empty.
+        registry: torch's ``ExtensionRegistry`` that knows what it was written through; by default torch's own.
 
     Raises:
         UsageError: a component that is not there.
@@ -43,7 +44,7 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = ()) -> Sh
         directory = _chosen(storage, directory, only)
     _check_files(storage, directory)
     ranks = _ranks(directory)
-    extents = _Extents()
+    extents = _Extents(registry)
     tree: dict[str, Any] = {}
     tensors = []
     refused: list[str] = []
@@ -60,7 +61,7 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = ()) -> Sh
                 place(tree, entry.path, TensorRef(key, entry.dtype, entry.shape), len(directory.entries))
                 continue
             try:
-                value = read_value(files.of(entry.item.file), entry)
+                value = read_value(files.of(entry.item.file), entry, registry)
             except UnsafeValueError as err:
                 refused.extend(err.refused)
             except CorruptError as err:
@@ -125,6 +126,7 @@ def _ranks(directory: Directory) -> dict[str, int]:
 class _Extents:
     """Where chunks lie, found and proved when the first byte of one is asked for. Any thread."""
 
+    registry: Any = None
     _known: dict[tuple[str, tuple[int, ...]], Extent] = field(default_factory=dict)
     _held: OrderedDict[tuple[str, tuple[int, ...]], Extent] = field(default_factory=OrderedDict)
     _locks: dict[tuple[str, tuple[int, ...]], threading.Lock] = field(default_factory=dict)
@@ -141,7 +143,7 @@ class _Extents:
             if found is not None:
                 return found
             blob = files.of(chunk.item.file)
-            extent = find_extent(blob, tensor, chunk)
+            extent = find_extent(blob, tensor, chunk, self.registry)
             prove(blob, extent, f"{chunk.item.file}: {tensor.name!r}{chunk.box}")
             with self._lock:
                 if extent.held is None:

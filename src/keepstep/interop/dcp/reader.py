@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 import torch
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,7 +34,7 @@ from keepstep.errors import CorruptError, MismatchError, UsageError, listed
 from keepstep.format.box import Box
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
-from keepstep.interop.dcp.writer import alone_at
+from keepstep.interop.dcp.writer import alone_at, is_place
 from keepstep.interop.dcp.written import NOTES_NAME, Notes, names_in, names_noted
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
@@ -53,6 +55,7 @@ class Reader(StorageReader):
         path: the folder of the step, or a URL; ``checkpoint_id`` of a call takes its place.
         cast: whether tensors may be converted to the dtype of the state. (torch does it without a word.)
         strict: whether a key of the step that no rank asks for is an error; else it is logged.
+        _extension_registry: what knows the extensions that a checkpoint of torch's was written through, as for torch's.
 
     Raises:
         MismatchError: from a load, dtypes differ and ``cast`` is False; or keys that are not asked for, with ``strict``.
@@ -61,11 +64,25 @@ class Reader(StorageReader):
         CorruptError: a block is not what was written. Tensors may hold part of the step.
     """
 
-    def __init__(self, path: Place | None = None, *, cast: bool = False, strict: bool = False) -> None:
+    def __init__(
+        self,
+        path: Place | None = None,
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        cast: bool = False,
+        strict: bool = False,
+    ) -> None:
         self._path = path
+        self._registry = _extension_registry
+        self.load_id = secrets.token_hex(8)
         self._cast = cast
         self._strict = strict
         self._step: _Step | None = None
+
+    @property
+    def path(self) -> Any:
+        """Where the next load comes from, by the name that torch's reader has for it."""
+        return self._path
 
     @property
     def checkpoint_id(self) -> Any:
@@ -77,6 +94,7 @@ class Reader(StorageReader):
         if checkpoint_id:
             self._path = cast(Place, checkpoint_id)
         self._step = None
+        self.load_id = secrets.token_hex(8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The step in torch's words: each tensor as one chunk, whatever pieces it lies in.
@@ -87,7 +105,9 @@ class Reader(StorageReader):
         if self._path is None:
             raise UsageError("Reader() was given no path, and the call no checkpoint_id")
         rank = kwargs.get("rank")
-        self._step = _Step(storage_of(self._path if rank is None else alone_at(self._path, int(rank))))
+        storage = storage_of(self._path if rank is None else alone_at(self._path, int(rank)))
+        self._step = _Step(storage, self._registry)
+        cast(StorageMeta, self._step.metadata.storage_meta).load_id = self.load_id
         return self._step.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +170,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether that may be the name of a place."""
-        return isinstance(checkpoint_id, str | os.PathLike) and bool(str(checkpoint_id))
+        return is_place(checkpoint_id)
 
     def _opened(self) -> _Step:
         if self._step is None:
@@ -186,10 +206,10 @@ def _copy(target: torch.Tensor, made: torch.Tensor) -> Callable[[], object]:
 class _Step:
     """One step, with torch's names."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, registry: ExtensionRegistry | None = None) -> None:
         raw = found_manifest(storage)
         if raw[:1] == FOREIGN:
-            storage, raw = show_foreign(storage, raw)
+            storage, raw = show_foreign(storage, raw, registry)
         self.storage = storage
         self.manifest: Manifest = parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}")
         tree, _ = read_trees(storage, self.manifest, 0)

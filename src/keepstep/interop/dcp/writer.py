@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
+import logging
 import math
 import os
 import re
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -28,12 +28,11 @@ from torch.futures import Future
 from keepstep.checkpointer.saving import file_heads
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError, StorageError, UsageError
-from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.manifest import MANIFEST_NAME, TREE_NAME, FileRecord, Receipt, promised_files
 from keepstep.format.objects import encode
-from keepstep.format.shardfile import Entry, digest
+from keepstep.format.shardfile import Entry
 from keepstep.interop.dcp.written import (
     LOOSE,
     NOTES_NAME,
@@ -42,9 +41,12 @@ from keepstep.interop.dcp.written import (
     Written,
     components_of,
     folders_of,
+    is_plain,
     key_of,
     manifest_of,
+    seen_by,
     tree_of,
+    values_of,
 )
 from keepstep.move.arena import ONCE_BYTES, Arena
 from keepstep.move.staging import fill
@@ -53,7 +55,7 @@ from keepstep.plan.save_plan import Extra, FilePlan, Slot, rank_files
 from keepstep.state.capture import capture
 from keepstep.state.shard import dtype_name
 from keepstep.storage.base import Storage, read_blob
-from keepstep.storage.local import Place, storage_of
+from keepstep.storage.local import LocalStorage, Place, storage_of
 from keepstep.timeline import Timeline
 
 __all__ = ["Writer"]
@@ -61,8 +63,18 @@ __all__ = ["Writer"]
 ATTEMPT_NAME = "attempt"
 """Holds the save id while planners use plans of an earlier save, which hold that one's."""
 _TUNING = frozenset(
-    {"single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict"}
+    {
+        "cache_staged_state_dict",
+        "max_threads",
+        "min_size_per_thread",
+        "per_thread_copy_ahead",
+        "serialization_format",
+        "single_file_per_rank",
+        "sync_files",
+        "thread_count",
+    }
 )
+_log = logging.getLogger("keepstep")
 _STEP = re.compile(r"step[-_]?(\d{1,18})")
 
 
@@ -75,10 +87,11 @@ class Writer(StorageWriter):
             old or the new one, whole, and the old one stays where the save fails.
         step: the number to record; by default the one in the folder's name (``step-100``), else 0.
         tuning: ``thread_count`` and what else tunes torch's writer. It changes nothing: every rank writes one file for each
-            component, synced, with as many threads as are of use.
+            component, synced, with as many threads as are of use. ``_extensions`` alone does: they change every byte, and
+            what is saved through them is a checkpoint of torch's own form, by torch's writer, which is logged.
 
     Raises:
-        UsageError: an argument that it does not know, such as extensions, which would change what is written.
+        UsageError: an argument that it does not know; from a save, extensions and a URL.
         StepExistsError: from a save, a step is committed there and ``overwrite`` is False. (As all of these, inside of what
             torch raises.)
         UnsafeValueError: values that cannot be stored without pickle; lists all. Nothing was committed.
@@ -89,6 +102,7 @@ class Writer(StorageWriter):
     def __init__(
         self, path: Place | None = None, *, overwrite: bool = True, step: int | None = None, **tuning: object
     ) -> None:
+        self._extensions = cast("Sequence[Any]", tuning.pop("_extensions", None) or ())
         if unknown := sorted(set(tuning) - _TUNING):
             raise UsageError(
                 f"Writer takes no {', '.join(unknown)}; of torch's writer it takes {', '.join(sorted(_TUNING))}"
@@ -100,6 +114,17 @@ class Writer(StorageWriter):
         self._there: tuple[str, ...] = ()
         self._rank = 0
         self._alone = False
+        self._torchs: FileSystemWriter | None = None
+
+    @property
+    def path(self) -> Any:
+        """Where the next save goes, by the name that torch's writer has for it."""
+        return self._path
+
+    @property
+    def save_id(self) -> str:
+        """The save that was begun last; empty before the first."""
+        return self._save_id if self._torchs is None else str(self._torchs.save_id)
 
     @property
     def checkpoint_id(self) -> Any:
@@ -114,16 +139,19 @@ class Writer(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What torch tells planners of the place."""
-        return StorageMeta(checkpoint_id=str(self._path), save_id=self._save_id or None)
+        return StorageMeta(checkpoint_id=str(self._path), save_id=self.save_id or None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes this rank's part of a save. Without collectives each rank saves a step, in a folder of its own."""
         self._rank = int(kwargs.get("rank") or 0)
         self._alone = not kwargs.get("use_collectives", True)
+        if self._extensions:
+            self._torchs = self._through()
+            self._torchs.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
-        return plan
+        return plan if self._torchs is None else self._torchs.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begins the attempt, on the coordinator, and tells every rank of it.
@@ -131,12 +159,16 @@ class Writer(StorageWriter):
         Raises:
             StepExistsError: see the class.
         """
+        if self._torchs is not None:
+            return self._torchs.prepare_global_plan(plans)
         storage = self._storage()
         there = [name for name, _ in storage.list("")]
         if not self._alone:
             there = [name for name in there if not _is_alone(name)] if self._overwrite else there
         if MANIFEST_NAME in there and not self._overwrite:
-            raise StepExistsError(f"{storage.url} is already committed; it was left as it is, nothing was written")
+            raise StepExistsError(
+                f"Checkpoint already exists: {storage.url} is already committed; it was left as it is, nothing was written"
+            )
         self._there = tuple(name for name in there if name != MANIFEST_NAME)
         self._save_id = secrets.token_hex(4)
         if any(not plan.usable for plan in plans):
@@ -159,17 +191,20 @@ class Writer(StorageWriter):
         Raises:
             UnsafeValueError, StorageError: see the class.
         """
+        if self._torchs is not None:
+            return self._torchs.write_data(plan, planner)
         storage = self._storage()
         told: Told = plan.storage_data
         save_id = told.save_id
         if getattr(planner, "_enable_plan_caching", False):
             with contextlib.suppress(StorageError):
                 save_id = read_blob(storage, ATTEMPT_NAME, 64).decode()
+        self._save_id = save_id
         origin = Origin(save_id, self._number(), 0 if self._alone else told.rank)
-        values, raw = _values(plan, planner)
+        values, raw = values_of(plan, planner)
         tensors = _Tensors(plan, planner, told.folders, values)
         receipt = _write(storage, tensors.files(), origin, cast(Any, tensors), {})
-        written = Written(receipt, tuple(tensors.saved), tensors.names, tensors.values, _seen(planner), raw)
+        written = Written(receipt, tuple(tensors.saved), tensors.names, tensors.values, seen_by(planner), raw)
         size = {index: box.elements * ITEM_BYTES[saved.dtype] for index, (saved, box) in tensors.by_index.items()}
         results = [WriteResult(item.index, size.get(item.index, 1), None) for item in plan.items]
         results.append(WriteResult(MetadataIndex(NOTES_NAME), 0, msgspec.msgpack.encode(written)))
@@ -183,6 +218,9 @@ class Writer(StorageWriter):
         Raises:
             MismatchError, StorageError: see the class.
         """
+        if self._torchs is not None:
+            self._torchs.finish(metadata, results)
+            return
         storage = self._storage()
         told = [msgspec.msgpack.decode(each[-1].storage_data, type=Written) for each in results]
         save_id = told[0].receipt.save_id
@@ -209,7 +247,17 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether that may be the name of a place."""
-        return isinstance(checkpoint_id, str | os.PathLike) and bool(str(checkpoint_id))
+        return is_place(checkpoint_id)
+
+    def _through(self) -> FileSystemWriter:
+        """Torch's own writer: an extension makes other bytes of each entry, of which nothing here could read a part."""
+        storage = self._storage()
+        if not isinstance(storage, LocalStorage):
+            raise UsageError(f"{storage.url}: torch writes through extensions to a path; nothing was written")
+        _log.warning(
+            "%s: through extensions torch writes its own checkpoint: without digests, not at once", storage.url
+        )
+        return FileSystemWriter(storage.root, overwrite=self._overwrite, _extensions=self._extensions)
 
     def _storage(self) -> Storage:
         if self._path is None:
@@ -223,6 +271,14 @@ class Writer(StorageWriter):
             return self._step
         match = _STEP.fullmatch(PurePath(str(getattr(self._path, "url", self._path))).name)
         return int(match[1]) if match else 0
+
+
+def is_place(checkpoint_id: object) -> bool:
+    """Whether a step could be kept there: a path, or a URL that can be reached with what is installed."""
+    try:
+        return isinstance(checkpoint_id, str | os.PathLike) and bool(storage_of(checkpoint_id))
+    except UsageError:
+        return False
 
 
 def alone_at(path: Place, rank: int) -> str:
@@ -241,51 +297,6 @@ def _path_of(plan: SavePlan, item: WriteItem) -> tuple[str | int, ...]:
     return path if isinstance(path, tuple) and path else (item.index.fqn,)
 
 
-def _values(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain values that this rank writes, by torch's names; and names of those that are bytes of the planner's own."""
-    # As it is, where the planner does with it what torch's does: it would be pickled, only to be read again.
-    plain = _is_plain(planner)
-    found: dict[str, Any] = {}
-    raw = []
-    for item in plan.items:
-        if item.type == WriteItemType.BYTE_IO:
-            name = item.index.fqn
-            if plain:
-                found[name] = cast(DefaultSavePlanner, planner).lookup_object(item.index)
-            else:
-                data = cast(io.BytesIO, planner.resolve_data(item)).getvalue()
-                if data[:4] != b"PK\x03\x04":
-                    raw.append(name)
-                found[name] = data if name in raw else load_plain(data, name)
-    return found, tuple(raw)
-
-
-def _is_plain(planner: SavePlanner) -> bool:
-    """Whether it gives what is in the state, as torch's own planner does."""
-    own = DefaultSavePlanner
-    return (
-        isinstance(planner, own)
-        and type(planner).transform_object is own.transform_object
-        and type(planner).resolve_data is own.resolve_data
-    )
-
-
-def _seen(planner: SavePlanner) -> dict[str, int]:
-    """Digests of all plain values that this rank has, as far as its planner shows them."""
-    state = getattr(planner, "state_dict", None)
-    if not isinstance(state, dict):
-        return {}
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) or not isinstance(name, str):
-            continue
-        refused: list[str] = []
-        raw = encode(value, refused=refused)
-        # Of what has no form, such as tensors in a tuple, its type at least.
-        found[name] = digest("\n".join(refused).encode() if refused else raw)
-    return found
-
-
 class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
     """The tensors that one rank writes, and where each goes.
 
@@ -295,7 +306,7 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
     def __init__(self, plan: SavePlan, planner: SavePlanner, folders: dict[str, str], values: dict[str, Any]) -> None:
         self._planner = planner
         self._items: list[WriteItem | torch.Tensor] = []
-        plain = _is_plain(planner)
+        plain = is_plain(planner)
         self.saved: list[Saved] = []
         self.names: dict[str, str] = {}
         self.by_index: dict[MetadataIndex, tuple[Saved, Box]] = {}

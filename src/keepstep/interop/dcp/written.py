@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from keepstep.errors import CorruptError, MismatchError, UsageError
 from keepstep.foreign.paths import Path, key_of, place
+from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box
 from keepstep.format.layout import Layout, Mesh, Structure, TensorSpec
 from keepstep.format.manifest import (
@@ -29,7 +33,8 @@ from keepstep.format.manifest import (
     Versions,
     safe_folder,
 )
-from keepstep.format.objects import ObjectNode, RankRef, TensorRef, decode, join
+from keepstep.format.objects import ObjectNode, RankRef, TensorRef, decode, encode, join
+from keepstep.format.shardfile import digest
 
 __all__ = [
     "LOOSE",
@@ -41,12 +46,15 @@ __all__ = [
     "Written",
     "components_of",
     "folders_of",
+    "is_plain",
     "key_of",
     "manifest_of",
     "names_in",
     "names_noted",
     "place",
+    "seen_by",
     "tree_of",
+    "values_of",
 ]
 
 NOTES_NAME = "torch.distributed.checkpoint"
@@ -98,6 +106,51 @@ class Notes(msgspec.Struct, frozen=True):
     paths: dict[str, tuple[str | int, ...]]
     values: tuple[str, ...]
     raw: tuple[str, ...] = ()
+
+
+def values_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The plain values that this rank writes, by torch's names; and names of those that are bytes of the planner's own."""
+    # As it is, where the planner does with it what torch's does: it would be pickled, only to be read again.
+    plain = is_plain(planner)
+    found: dict[str, Any] = {}
+    raw = []
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            name = item.index.fqn
+            if plain:
+                found[name] = cast(DefaultSavePlanner, planner).lookup_object(item.index)
+            else:
+                data = cast(io.BytesIO, planner.resolve_data(item)).getvalue()
+                if data[:4] != b"PK\x03\x04":
+                    raw.append(name)
+                found[name] = data if name in raw else load_plain(data, name)
+    return found, tuple(raw)
+
+
+def is_plain(planner: SavePlanner) -> bool:
+    """Whether it gives what is in the state, as torch's own planner does."""
+    own = DefaultSavePlanner
+    return (
+        isinstance(planner, own)
+        and type(planner).transform_object is own.transform_object
+        and type(planner).resolve_data is own.resolve_data
+    )
+
+
+def seen_by(planner: SavePlanner) -> dict[str, int]:
+    """Digests of all plain values that this rank has, as far as its planner shows them."""
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(state, dict):
+        return {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) or not isinstance(name, str):
+            continue
+        refused: list[str] = []
+        raw = encode(value, refused=refused)
+        # Of what has no form, such as tensors in a tuple, its type at least.
+        found[name] = digest("\n".join(refused).encode() if refused else raw)
+    return found
 
 
 def folders_of(names: Sequence[str]) -> dict[str, str]:
