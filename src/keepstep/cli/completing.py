@@ -65,8 +65,9 @@ def _manifest(ctx: typer.Context) -> Manifest | None:
 
 
 def _given(ctx: typer.Context, *names: str) -> str:
-    """The first of these arguments that is on the command line."""
-    return next((str(ctx.params[name]) for name in names if ctx.params.get(name)), "")
+    """The first of these arguments that is on the command line; before an option's value they have no names yet."""
+    named = (str(ctx.params[name]) for name in names if ctx.params.get(name))
+    return next(named, ctx.args[0] if ctx.args else "")
 
 
 def _begun(words: Sequence[str], incomplete: str) -> list[str]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from keepstep.check.verify import Problem, Verified, exit_status, verify
-from keepstep.cli.completing import known_formats
+from keepstep.cli.completing import known_components, known_formats, known_steps
 from keepstep.cli.formats import FORMAT_WORDS, FORMATS, found_at
 from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
@@ -51,7 +51,10 @@ class Conversion:
 
 
 def convert_step(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A step, or what another program has saved.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="A step, or what another program has saved.", autocompletion=known_steps),
+    ],
     target: Annotated[str, typer.Argument(metavar="DST", help="The folder or URL that is to have it.")],
     to: Annotated[
         str | None,
@@ -63,7 +66,13 @@ def convert_step(
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="This component; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="NAME",
+            help="This component; may be given several times.",
+            autocompletion=known_components,
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read every byte at DST again afterwards.")] = False,

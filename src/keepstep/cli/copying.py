@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from keepstep.check.verify import Problem, Verified, exit_status, verify
+from keepstep.cli.completing import known_numbers, known_steps
 from keepstep.cli.places import folder_at, is_step, name_of, parent_of, root_at, step_at
 from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
@@ -83,9 +84,15 @@ class _Wish:
 
 
 def copy_steps(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A run, or one step: its folder or URL.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="A run, or one step: its folder or URL.", autocompletion=known_steps),
+    ],
     target: Annotated[str, typer.Argument(metavar="DST", help="The root that is to have it: a folder or URL.")],
-    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="This step of the run.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="This step of the run.", autocompletion=known_numbers),
+    ] = None,
     last: Annotated[int | None, typer.Option("--last", metavar="N", min=1, help="The newest N steps.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every committed step.")] = False,
     jobs: Annotated[

@@ -12,6 +12,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from keepstep.cli.completing import known_components, known_steps
+from keepstep.cli.formats import found_at
 from keepstep.cli.places import folder_at
 from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
@@ -41,9 +43,15 @@ class Imported:
 
 
 def export_step(
-    step: Annotated[str, typer.Argument(metavar="STEP", help="One step: its folder or URL.")],
+    step: Annotated[
+        str,
+        typer.Argument(metavar="STEP", help="One step, or what another program has saved.", autocompletion=known_steps),
+    ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder or URL for the files.")],
-    component: Annotated[str, typer.Option("--component", metavar="NAME", help="Which part of the state.")] = "model",
+    component: Annotated[
+        str,
+        typer.Option("--component", metavar="NAME", help="Which part of the state.", autocompletion=known_components),
+    ] = "model",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, as to bfloat16.")
     ] = None,
@@ -66,7 +74,7 @@ def export_step(
     """
     from keepstep.interop.huggingface.exporting import Wish, exporting
 
-    place = folder_at(step)
+    place = found_at(step).step
     wish = Wish(component, parse_size(max_shard), dtype, _rules(rename), config, overwrite)
     with (
         bar_of() as bar,

@@ -8,7 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from keepstep.cli.completing import known_components, known_keys, known_steps
+from keepstep.cli.completing import known_keys, known_steps
 from keepstep.cli.formats import found_at
 
 __all__ = ["diff_steps", "print_key"]
@@ -20,7 +20,7 @@ Globs = Annotated[
         "--only",
         metavar="GLOB",
         help="Only these keys, such as 'model/**'; again for more.",
-        autocompletion=known_components,
+        autocompletion=known_keys,
     ),
 ]
 

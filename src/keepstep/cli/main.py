@@ -30,6 +30,7 @@ from keepstep.cli.places import folder_at, is_step, name_of, root_at, step_at
 from keepstep.cli.pruning import pin, prune_steps, unpin
 from keepstep.cli.repairing import repair_run
 from keepstep.cli.scrubbing import scrub_run
+from keepstep.cli.shells import print_completion
 from keepstep.cli.showing import DEEPEST, Wanted, print_step, read_step
 from keepstep.cli.stats import print_stats, read_stats
 from keepstep.cli.verifying import print_result, verify_root, verify_step
@@ -176,6 +177,7 @@ def show_stats(
 
 
 app.command("cat")(print_key)
+app.command("completion")(print_completion)
 app.command("diff")(diff_steps)
 app.command("convert")(convert_step)
 app.command("cp")(copy_steps)
