@@ -211,6 +211,42 @@ def load_shrunk(folder, layout):
     step(shrunk)
 
 
+# --- a second model that joins, and leaves -----------------------------------------------------------------------------
+
+
+def with_teacher(layout, seed, steps=0):
+    state = state_of(layout, seed, groups=biases_apart, steps=steps)
+    return {**state, "teacher": spread(Net(), layout)}
+
+
+def save_one_and_both(folder, layout):
+    ks.save(f"{folder}/one", state_of(layout, 17, groups=biases_apart, steps=2))
+    ks.save(f"{folder}/both", with_teacher(layout, 18, steps=2))
+
+
+def load_both_and_one(folder, layout):
+    for name, state, options in (
+        ("one", with_teacher(layout, 19), {"allow_missing": ["teacher"]}),
+        ("both", state_of(layout, 20, groups=biases_apart), {"allow_extra": ["teacher"]}),
+        ("both", state_of(layout, 21, groups=biases_apart, steps=1), {"only": ["model", "optimizer"]}),
+        (
+            "one",
+            with_teacher(layout, 22, steps=1),
+            {"only": ["model", "optimizer/state/**", "optimizer/param_groups/**"]},
+        ),
+    ):
+        teacher = whole(dict(state["teacher"].state_dict())) if "teacher" in state else None
+        ks.load(f"{folder}/{name}", state, **options)
+        assert_same(weights(state), read(folder, name))
+        prefix = "" if name == "one" else "model."
+        there = {key.removeprefix(prefix): value for key, value in read(folder, name, "optimizer/state").items()}
+        assert_same(dict(sorted(flat(moments(state)).items())), dict(sorted(there.items())))
+        assert [group["lr"] for group in state["optimizer"].param_groups] == [0.3, 0.1]
+        if teacher is not None:
+            assert_same(whole(dict(state["teacher"].state_dict())), teacher)
+        step(state)
+
+
 # --- some of the layers, with other numbers -------------------------------------------------------------------------
 
 
@@ -324,6 +360,7 @@ STORIES = {
     "two": (save_two, load_two),
     "grown": (save_small, load_grown),
     "shrunk": (save_small, load_shrunk),
+    "teacher": (save_one_and_both, load_both_and_one),
     "renumbered": (save_deep, load_every_other),
     "schedules": (save_schedules, load_schedules),
     "embedding": (save_embedding, load_embedding),

@@ -23,7 +23,7 @@ from keepstep.state.capture import names_of
 from keepstep.state.casting import Casts
 from keepstep.state.chosen import ChosenBinder
 from keepstep.state.module import module_state, parameter_names
-from keepstep.state.optimizer import OptimizerView, at_names, position_names
+from keepstep.state.optimizer import OptimizerView
 from keepstep.state.restore import Binder
 from keepstep.state.values import objects_in
 
@@ -77,7 +77,7 @@ def chosen(
 
 
 def _with_names(tree: dict[str, Any], binder: Binder) -> dict[str, Any]:
-    """The tree with names of the target's parameters, where the optimizer of another program has positions."""
+    """The tree whose optimizers have the names that the target has for its parameters."""
     made = dict(tree)
     for name, target in binder.state.items():
         node = made.get(name)
@@ -87,8 +87,7 @@ def _with_names(tree: dict[str, Any], binder: Binder) -> dict[str, Any]:
             and isinstance(inner, dict)
             and {"state", "param_groups"} <= {*inner}
         ):
-            view = OptimizerView(target, names_of(binder.state))
-            named = at_names(inner, position_names(view, inner, binder.saved_parameters()))
+            named = binder.named(OptimizerView(target, names_of(binder.state)), inner)
             made[name] = ObjectNode(node.kind, node.type_name, named) if type(node) is ObjectNode else named
     return made
 

@@ -144,8 +144,7 @@ class Binder(TreeBinder):
 
     def _bind_optimizer(self, optimizer: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> Any:
         view = OptimizerView(optimizer, names_of(self.state))
-        shapes = self.saved_parameters()
-        tree = at_names(tree, position_names(view, tree, shapes))
+        tree, shapes = self.named(view, tree), self.saved_parameters()
         below = join(path, "state")
         fields, problems = match_groups(view, tree["param_groups"], path)
         self.mismatches.extend(problems)
@@ -179,6 +178,26 @@ class Binder(TreeBinder):
 
         self._then(finish)
         return optimizer
+
+    def named(self, view: OptimizerView, tree: dict[str, Any]) -> dict[str, Any]:
+        """The saved state of an optimizer under the names that the target has for parameters.
+
+        Other programs have positions. And names begin with their component where a state has several modules: when one joins
+        or leaves, those of the others change.
+        """
+        tree = at_names(tree, position_names(view, tree, self.saved_parameters()))
+        before = [name for name, node in self.saved.items() if type(node) is ObjectNode and node.kind == "module"]
+        now = [name for name, value in self.state.items() if isinstance(value, nn.Module)]
+        if (len(before) > 1) is (len(now) > 1) or len(before) == 0 or len(now) == 0:
+            return tree
+
+        def new(name: Any) -> Any:
+            other = f"{before[0]}.{name}" if len(before) == 1 else str(name).removeprefix(f"{now[0]}.")
+            return other if name not in view.parameters and other in view.parameters else name
+
+        state = {new(name): node for name, node in tree["state"].items()}
+        groups = [{**group, "params": [new(name) for name in group["params"]]} for group in tree["param_groups"]]
+        return {**tree, "state": state, "param_groups": groups}
 
     def saved_parameters(self) -> dict[str, tuple[int, ...]]:
         """The shapes of what was saved of the target's modules, by the names that optimizers have for parameters."""
