@@ -124,6 +124,56 @@ def flat(tree, path=""):
     }
 
 
+# --- a frozen base that is in no step of the run ----------------------------------------------------------------------
+
+AWAY = ["model/embed.*", "model/layers.**"]
+
+
+def frozen(layout, seed):
+    torch.manual_seed(seed)
+    model = Net(lora=True)
+    model.embed.requires_grad_(False)
+    model.layers.requires_grad_(False)
+    model = spread(model, layout)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return ks.TrainState(model=model, optimizer=optimizer, leave_out=AWAY)
+
+
+def save_frozen(folder, layout):
+    ks.save(f"{folder}/base", state_of(layout, 30))
+    other = state_of(layout, 30)
+    with torch.no_grad():
+        other["model"].layers[1].weight.mul_(1.001)
+    ks.save(f"{folder}/other", other)
+    state = frozen(layout, 31)
+    ks.load(f"{folder}/base", state, only=["model"], allow_missing=["model/lora.*"])
+    step(state)
+    ks.save(f"{folder}/tuned", state, step=3)
+    assert all(name.startswith("lora") for name in read(folder, "tuned"))
+
+
+def load_frozen(folder, layout):
+    state = frozen(layout, 32)
+    before = local_bits(state)
+    with pytest.raises(MismatchError, match="another base than the one it had"):
+        ks.load(f"{folder}/tuned", state, left_out=f"{folder}/other")
+    with pytest.raises(
+        MismatchError, match=r"model/embed\.weight: left out when it was saved; left_out= names the step"
+    ):
+        ks.load(f"{folder}/tuned", state)
+    assert_same(local_bits(state), before)
+    look = ks.load(f"{folder}/tuned", state, left_out=f"{folder}/base", dry_run=True)
+    assert_same(local_bits(state), before)
+    report = ks.load(f"{folder}/tuned", state, left_out=f"{folder}/base")
+    assert report.bytes_needed == look.bytes_needed
+    assert sum(look.rank_bytes) == sum(look.files.values())
+    assert_same(weights(state), read(folder, "base") | read(folder, "tuned"))
+    assert_same(flat(moments(state)), read(folder, "tuned", "optimizer/state"))
+    with ks.open(f"{folder}/tuned") as opened:
+        assert opened.manifest.components["model"].left_out_from == state.left_out_from != ""
+    step(state)
+
+
 # --- model from one, optimizer from another -------------------------------------------------------------------------
 
 
@@ -357,6 +407,7 @@ def load_embedding(folder, layout):
 
 STORIES = {
     "adapter": (save_adapter, load_adapter),
+    "frozen": (save_frozen, load_frozen),
     "two": (save_two, load_two),
     "grown": (save_small, load_grown),
     "shrunk": (save_small, load_shrunk),
