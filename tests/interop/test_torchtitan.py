@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.architecture.source import ROOT
 from tests.helpers.scripts import campaign, warm
 
 pytestmark = [
@@ -18,8 +20,9 @@ pytestmark = [
     ),
 ]
 TRAIN = Path(__file__).with_name("torchtitan_on_cpu.py")
+PAGE = ROOT / "docs/coming-from-torchtitan.md"
 KINDS = Path(__file__).with_name("torchtitan_kinds.py")
-SMALL = ("--module", "train_torchtitan", "--config", "small")
+SMALL = ("--module", "train_torchtitan", "--config", "small", "--checkpoint.interval", "4")
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +56,14 @@ def test_checks(torchtitan, tmp_path, name):
 def test_another_number_of_ranks(torchtitan, tmp_path):
     torchtitan.run(KINDS, "spread", folder=tmp_path, name="check", drill=False, ranks=2)
     torchtitan.run(KINDS, "gathered", folder=tmp_path, name="check", drill=False)
+
+
+def test_stages_of_a_pipeline(torchtitan, tmp_path):
+    torchtitan.run(KINDS, "staged", folder=tmp_path, name="check", drill=False, ranks=2)
+    torchtitan.run(KINDS, "unstaged", folder=tmp_path, name="check", drill=False)
+
+
+def test_the_page_runs(torchtitan, tmp_path):
+    [block] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text(block)
+    torchtitan.run(KINDS, "paged", folder=tmp_path, name="check", drill=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors import safe_open  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 from train_torchtitan import small  # noqa: E402
 
@@ -40,7 +43,11 @@ def validated() -> Trainer.Config:
 
 
 def run(
-    steps: int, folder: str = "a", kind: type = Checkpointer, change: Callable[[Any], None] | None = None, **options: Any
+    steps: int,
+    folder: str = "a",
+    kind: type = Checkpointer,
+    change: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> Trainer:
     """A training of so many steps, saved every two."""
     config = small()
@@ -62,7 +69,11 @@ def run(
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     state = trainer.model_parts[0].state_dict()
-    return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
+    return {name: whole_of(value) for name, value in state.items()}
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "full_tensor", tensor.clone)().detach()
 
 
 def same(left: Any, right: Any) -> bool:
@@ -185,6 +196,13 @@ def refusals() -> None:
     Path("out/cut/step-00000002/model/rank-00000.5f3a91c2.safetensors").write_bytes(b"part")
     with pytest.raises(StepNotFoundError, match="step-00000002"):
         run(1, "cut")
+    begins = {"initial_load_path": str(Path("out/a").resolve())}
+    assert run(1, "cut", **begins).step == 1
+    # Nor are damaged steps, wherever a run has begun.
+    path = Path("out/cut/step-00000001/.metadata")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(StepNotFoundError, match="holds no step that can be restored"):
+        run(1, "cut", **begins)
     # Looking only leaves no trace.
     before = sorted(Path("out/a").rglob("*"))
     assert run(4, load_only=True).step == 4
@@ -192,8 +210,13 @@ def refusals() -> None:
 
 
 def spread() -> None:
-    """What two ranks have saved: gone on with by test_another_number_of_ranks."""
+    """What two ranks have saved, with two places in the data, and with one."""
     run(4)
+    run(4, "halves", change=halves)
+
+
+def halves(config: Trainer.Config) -> None:
+    config.parallelism.tensor_parallel_degree = 2
 
 
 def gathered() -> None:
@@ -202,9 +225,62 @@ def gathered() -> None:
         run(6)
     more = run(6, exclude_from_loading=["dataloader"])
     assert (more.step, more.ntokens_seen) == (6, 6 * 2 * 16)
+    run(4, "whole")
+    places = [one.dataloader.dataset._sample_idx for one in (run(6, "halves"), run(6, "whole"))]
+    assert places[0] == places[1] > 0
 
 
-CHECKS = {one.__name__: one for one in (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, spread, gathered)}
+def stages(config: Trainer.Config) -> None:
+    """Four stages on two ranks: each has two, which are not neighbours."""
+    split(config)
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+
+
+def split(config: Trainer.Config) -> None:
+    """The same model and batch on one rank."""
+    config.model_spec = llama3_debugmodel().model_spec
+    del config.model_spec.model.layers[4:]
+    config.training.local_batch_size = 4
+
+
+def staged() -> None:
+    whole = run(6, "whole", change=stages)
+    assert len(whole.model_parts) == 2
+    run(4, change=stages)
+    more = run(6, change=stages)
+    for one, other in zip(whole.model_parts, more.model_parts, strict=True):
+        assert all(map(torch.equal, map(whole_of, one.parameters()), map(whole_of, other.parameters())))
+    names = {name for part in more.model_parts for name, _ in part.named_parameters()}
+    assert len(names) == sum(len(list(part.parameters())) for part in more.model_parts)
+
+
+def unstaged() -> None:
+    """One rank begins with what the stages of two have saved."""
+    begun = run(0, "begun", change=split, initial_load_path=str(Path("out/a").resolve()))
+    with ks.open("out/a/step-00000006") as step:
+        assert same(weights(begun), {key.removeprefix("model/"): step[key] for key in step if key.startswith("model/")})
+
+
+def paged() -> None:
+    """What the page has, with less work and data that are there."""
+    sys.path.insert(0, "..")
+    config, less = importlib.import_module("page").mine(), small()
+    assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (100, 3)
+    config.checkpoint.interval, config.checkpoint.last_save_model_only = 2, False
+    for name in ("model_spec", "tokenizer", "dataloader", "parallelism"):
+        setattr(config, name, getattr(less, name))
+    config.training, config.dump_folder = replace(less.training, steps=5), "out"
+    trainer = config.build()
+    trainer.train()
+    trainer.close()
+    assert there("checkpoint") == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    one.__name__: one
+    for one in (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, spread, gathered, staged, unstaged, paged)
+}
 
 if __name__ == "__main__":
     CHECKS[sys.argv[1]]()

@@ -54,6 +54,7 @@ stand_in()
 
 import torch.nn.functional as F  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.pipelining import schedules  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 from torchtitan import trainer  # noqa: E402
 from torchtitan.distributed import utils  # noqa: E402
@@ -78,6 +79,19 @@ def divide_as_gloo_can(module: FSDPModule, factor: float) -> None:
 
 
 FSDPModule.set_gradient_divide_factor = divide_as_gloo_can
+
+
+def step_of_a_pipeline(
+    schedule: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any, return_outputs: bool
+) -> None:
+    """As torch 2.14 has it: microbatches come apart."""
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(arg_mbs or None, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+
+schedules.PipelineScheduleSingle.step = schedules.PipelineScheduleMulti.step = step_of_a_pipeline
 # A barrier of nccl names its device by number.
 utils.set_pg_timeouts = lambda **_: None
 # At the end it sleeps for the others.

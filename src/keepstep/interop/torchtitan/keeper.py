@@ -29,7 +29,7 @@ from keepstep.checkpointer.foreign import FOREIGN
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_catalog, step_storage
 from keepstep.commit.retention import Keep
 from keepstep.errors import StorageError, UsageError
-from keepstep.format.manifest import MANIFEST_NAME
+from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.interop.positions import own_or_first
 from keepstep.interop.torchtitan.parts import Feed, ModelParts, Progress, place_of
 from keepstep.ranks import DEADLINE_S, Ranks
@@ -114,7 +114,8 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan i
         self._feed: Feed | None = None
         if given["dataloader"] is not None and getattr(trainer, "dataloader", None) is given["dataloader"]:
             self._feed = trainer.dataloader = Feed(given["dataloader"], place, self)
-        if hasattr(trainer, "metrics_processor"):
+        # Of the stages of a pipeline, the last one knows the loss.
+        if hasattr(trainer, "metrics_processor") and getattr(trainer, "pp_has_last_stage", True):
             self._watch_losses(trainer.metrics_processor)
         self._keeper = None if config.load_only else self._open()
         logger.info(f"Checkpointing with keepstep in {self._folder}")
@@ -128,15 +129,14 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan i
             See ``keepstep.Checkpointer.restore``; for checkpoints of torchtitan, and of Hugging Face, its own manager.
         """
         with structured_logger.log_trace_span("checkpoint_load"), torch.no_grad():
-            steps = self._steps()
-            theirs = (
-                step != -1 and step not in steps and filesystem.isdir(filesystem.join(self._folder, f"step-{step}"))
-            )
-            if step in steps or (steps and step == -1) or (step != -1 and not theirs):
-                self._resume(step, seed=(max(steps, default=0) if step == -1 else step) == 0)
-            elif not self._begin(step):
+            sight = self._look(step)
+            theirs = step != -1 and step not in sight.steps and sight.theirs
+            if (theirs or not self._resume(step, sight)) and not self._begin(step, sight):
                 logger.info("No checkpoint was provided, this is a fresh start.")
                 return False
+            if self._progress is not None:
+                self._progress.take()
+                self._state.progress.step = self._progress.step
         # What comes until the first batch draws random numbers: they are put back there.
         self._random = RngStreams().state_dict()
         return True
@@ -218,51 +218,52 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan i
             trace=config.trace,
         )
 
-    def _steps(self) -> list[int]:
-        """The committed steps in the folder: one rank looks. Those that torchtitan's own manager wrote have other names."""
-        with Ranks.current().phase("look for steps", self._config.deadline_s) as phase:
-            posted = phase.gather(b"")
-            found: list[int] = []
-            if posted is not None and filesystem.isdir(self._folder):
-                found = [one.step for one in read_catalog(storage_of(self._folder)).steps]
-            answer = phase.broadcast(None if posted is None else msgspec.json.encode(found))
-        return msgspec.json.decode(answer, type=list[int])
+    def _look(self, step: int) -> Sight:
+        """What there is to begin from: one rank looks, for all."""
+        config = self._config
+        with Ranks.current().phase("look for steps", config.deadline_s) as phase:
+            posted, raw = phase.gather(b""), None
+            if posted is not None:
+                steps: list[int] = []
+                theirs = False
+                if filesystem.isdir(self._folder):
+                    steps = [one.step for one in read_catalog(storage_of(self._folder)).steps]
+                    found = [name for name in filesystem.listdir(self._folder) if _THEIRS.fullmatch(name)]
+                    theirs = bool(found) if step == -1 else f"step-{step}" in found
+                elsewhere = None if config.initial_load_in_hf else config.initial_load_path
+                raw = msgspec.json.encode(Sight(steps, theirs, _own_step(elsewhere)))
+            return msgspec.json.decode(phase.broadcast(raw), type=Sight)
 
-    def _resume(self, step: int, *, seed: bool) -> None:
-        left = self._config.exclude_from_loading
-        if "train_state" in left:
+    def _resume(self, step: int, sight: Sight) -> bool:
+        """Goes on from the folder; whether there was anything. From a step 0 come weights alone, as in torchtitan."""
+        steps, left = sight.steps, self._config.exclude_from_loading
+        if steps and "train_state" in left:
             raise UsageError(
                 "checkpoint.exclude_from_loading has train_state: steps would be counted from 0 again in a folder that has"
                 f" later ones. Take another checkpoint.folder, and {self._folder} as checkpoint.initial_load_path"
             )
+        seed = step == 0 or (step == -1 and bool(steps) and max(steps) == 0)
         only: dict[str, Any] = {"only": ["model"] if seed else self._wanted()} if seed or left else {}
         if self._keeper is not None:
-            self._keeper.restore(step=None if step == -1 else step, **only)
-        else:
-            newest = read_catalog(storage_of(self._folder)).steps[0].step if step == -1 else step
-            load_step(step_storage(storage_of(self._folder), newest), self._state, **only)
-
-    def _begin(self, step: int) -> bool:
-        """Begins from what the folder has of another program, or from elsewhere; whether there is anything."""
-        config, own = self._config, None
-        theirs = filesystem.isdir(self._folder) and any(map(_THEIRS.fullmatch, filesystem.listdir(self._folder)))
-        if not theirs:
-            elsewhere = bool(config.initial_load_path or config.initial_load_in_hf)
-            if self._keeper is not None:
-                # Attempts that never ended are no fresh start; one from elsewhere was asked for.
-                self._keeper.restore(allow_fresh=elsewhere)
-            if not elsewhere:
-                return False
-            own = None if config.initial_load_in_hf else _own_step(config.initial_load_path)
-        if own is not None:
-            only = ["model"] if config.initial_load_model_only else self._wanted()
-            load_step(own, self._state, only=only)
-        elif not self._stock()._load(step):
+            # Attempts that never ended are in the way of a fresh start, not of one from elsewhere. Damaged steps always are.
+            elsewhere = sight.theirs or self._config.initial_load_path or self._config.initial_load_in_hf
+            begins = bool(elsewhere) and not steps
+            return not self._keeper.restore(step=None if step == -1 else step, allow_fresh=begins, **only).fresh
+        if step == -1 and not steps:
             return False
-        if self._progress is not None:
-            self._progress.take()
-            self._state.progress.step = self._progress.step
+        load_step(step_storage(storage_of(self._folder), steps[0] if step == -1 else step), self._state, **only)
         return True
+
+    def _begin(self, step: int, sight: Sight) -> bool:
+        """Begins from what another program has left in the folder, or from elsewhere; whether there is anything."""
+        config = self._config
+        if sight.own and not sight.theirs:
+            only = ["model"] if config.initial_load_model_only else self._wanted()
+            load_step(sight.own, self._state, only=only)
+            return True
+        if sight.theirs or config.initial_load_path or config.initial_load_in_hf:
+            return bool(self._stock()._load(step))
+        return False
 
     def _wanted(self) -> list[str]:
         """The components to load."""
@@ -306,6 +307,18 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan i
         metrics.log = logged
 
 
+class Sight(msgspec.Struct, frozen=True):
+    """What there is to begin from.
+
+    The folder's steps, newest first; whether torchtitan's own manager has left what is wanted there; a step that keepstep
+    has written elsewhere, or nothing.
+    """
+
+    steps: list[int]
+    theirs: bool
+    own: str
+
+
 _OWN = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 _THEIRS = re.compile(r"step-(0|[1-9]\d*)/?")
 """How torchtitan's own manager calls a checkpoint."""
@@ -320,15 +333,14 @@ def _torchtitans(component: str) -> str:
     return "optimizer" if component.startswith("optimizer_") else component
 
 
-def _own_step(path: str | None) -> Any:
-    """The step under a path, which may be a run's: then its newest. None when keepstep has not written it."""
-    if path is None:
-        return None
+def _own_step(path: str | None) -> str:
+    """The step under a path, which may be a run's: then its newest. Empty when keepstep has not written it."""
+    if not path:
+        return ""
     storage = storage_of(path)
     steps = read_catalog(storage).steps
     if steps:
-        return step_storage(storage, steps[0].step)
+        return str(filesystem.join(path, step_name(steps[0].step)))
     with contextlib.suppress(StorageError):
-        raw = read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        return None if raw.startswith(FOREIGN) else storage
-    return None
+        return "" if read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES).startswith(FOREIGN) else path
+    return ""
