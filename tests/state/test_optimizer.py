@@ -303,46 +303,98 @@ def test_a_saved_state_that_nobody_takes_is_an_error(tmp_path):
     assert_same(dict(fresh.state_dict()), dict(before))
 
 
+class MasterCopies(torch.optim.Optimizer):
+    """Momentum in half precision, with the parameters themselves in full precision beside it."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            state = self.state[parameter]
+            if not state:
+                state["master"] = parameter.float()
+                state["momentum"] = torch.zeros(WIDTH, WIDTH, dtype=torch.float16 if index else torch.bfloat16)
+                state["rows"] = torch.zeros(WIDTH, dtype=torch.float64)
+                state["codes"] = torch.randint(0, 255, (WIDTH, WIDTH), dtype=torch.uint8)
+            state["momentum"].mul_(0.9).add_(parameter.grad.to(state["momentum"].dtype))
+            state["rows"] += parameter.grad.double().square().sum(1)
+            state["master"] -= (
+                self.param_groups[0]["lr"] * state["momentum"].float() / (1 + state["rows"][:, None].float())
+            )
+            parameter.copy_(state["master"])
+        return loss
+
+
 @pytest.mark.case(8)
 def test_state_of_another_precision_than_its_parameter_keeps_dtype_and_bits(tmp_path):
     def build(seed):
         model = network(seed).to(torch.bfloat16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer
+        return model, MasterCopies(model.parameters())
+
+    def go_on(model, optimizer, steps, first=0):
+        losses = []
+        for step in range(first, first + steps):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                x = batch(step).to(torch.bfloat16)
+                loss = (model(x) - x).float().square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        return losses
 
     model, optimizer = build(0)
-    for index, parameter in enumerate(model.parameters()):
-        optimizer.state[parameter] = {
-            "momentum_buffer": torch.randn(WIDTH, WIDTH).to(torch.float16 if index else torch.bfloat16),
-            "master": torch.randn(WIDTH, WIDTH),
-            "rows": torch.randn(WIDTH, dtype=torch.float64),
-            "codes": torch.randint(0, 255, (WIDTH, WIDTH), dtype=torch.uint8),
-        }
+    go_on(model, optimizer, 3)
     ks.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
     fresh, restored = build(1)
     ks.load(tmp_path / "s", {"model": fresh, "optimizer": restored})
     assert_same(
         [dict(restored.state[p]) for p in fresh.parameters()], [dict(optimizer.state[p]) for p in model.parameters()]
     )
-    x = batch(0).to(torch.bfloat16)
-    assert torch.equal(fresh(x), model(x))
+    assert {value.dtype for p in fresh.parameters() for value in restored.state[p].values()} == {
+        *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
+    }
+    expected = go_on(model, optimizer, 4, first=3)
+    assert go_on(fresh, restored, 4, first=3) == expected
+    # The masters matter: weights alone go on otherwise.
+    bare, without = build(2)
+    ks.load(tmp_path / "s", {"model": bare, "optimizer": without}, only=["model"])
+    assert go_on(bare, without, 4, first=3) != expected
 
 
 @pytest.mark.case(14)
-def test_loading_and_saving_at_once_gives_the_same_again(tmp_path):
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 2)
-    ks.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
-    fresh = network(1)
-    restored = torch.optim.AdamW(fresh.parameters())
-    ks.load(tmp_path / "one", {"model": fresh, "optimizer": restored})
-    ks.save(tmp_path / "two", {"model": fresh, "optimizer": restored})
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_loading_and_saving_at_once_gives_the_same_again(how, tmp_path):
+    def build(seed):
+        model = network(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+        return {"model": model, "optimizer": optimizer}
+
+    first = build(0)
+    train(*first.values(), 2)
+    ks.save(tmp_path / "one", first)
+    second = build(1)
+    ks.load(tmp_path / "one", second)
+    if how == "sync":
+        ks.save(tmp_path / "two", second)
+    else:
+        ks.async_save(tmp_path / "two", second, background="thread").committed.result(30)
     one, two = ks.open(tmp_path / "one"), ks.open(tmp_path / "two")
     assert list(one) == list(two)
     for key in one:
         assert_same(one[key], two[key], key)
     assert_same(one.values_of("optimizer"), two.values_of("optimizer"))
+    third = build(2)
+    ks.load(tmp_path / "two", third)
+    for name in ("model", "optimizer"):
+        assert_same(dict(third[name].state_dict()), dict(first[name].state_dict()))
+    assert train(*third.values(), 2, first=2) == train(*first.values(), 2, first=2)
 
 
 @pytest.mark.case(20)

@@ -373,7 +373,6 @@ def test_more_than_two_gigabytes(tmp_path):
     assert report.bytes_needed == size + 64
 
 
-@pytest.mark.case(158)
 def test_tuples_and_deques_keep_the_tensors_of_the_target(tmp_path):
     saved = {"pair": (torch.ones(2), "x"), "window": deque([torch.ones(3), 1], maxlen=4)}
     ks.save(tmp_path / "s", saved)
