@@ -45,8 +45,8 @@ class Warm:
     def run(self, script: Path, *argv: object, folder: Path, name: str, **orders: Any) -> list[int]:
         """Runs a script on ``ranks`` processes; its root and trace are ``folder/name``. Exit statuses by rank.
 
-        ``drill=False``: it is on its own. ``stop_at``: of a drill. ``kill_at``: all ranks are killed as soon as the trace of
-        the first has that step.
+        ``drill=False``: it is on its own. ``launched``: as by torchrun, also where there is one process. ``stop_at``: of a
+        drill. ``kill_at``: all ranks are killed as soon as the trace of the first has that step.
         """
         folder.mkdir(parents=True, exist_ok=True)
         order = {"script": str(script), "argv": list(map(str, argv)), "folder": str(folder), "name": name, **orders}
@@ -147,7 +147,7 @@ def serve(order: dict[str, Any]) -> list[int]:
         if pid == 0:
             if order.get("drill", True):
                 os.environ[DRILL_VARIABLE] = encode_orders(orders)
-            if ranks > 1:
+            if ranks > 1 or order.get("launched"):
                 launched(rank, ranks, port)
             live(order, folder / f"{name}.{rank}.log")
         pids.append(pid)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.check.trace import read_trace
 from tests.architecture.source import ROOT
 from tests.helpers.scripts import campaign, warm
 
@@ -64,6 +65,19 @@ def test_the_example_goes_on_after_kills(deepspeed, tmp_path, options, kills):
     moves = [{"kill_at": step} for step in kills]
     starts = campaign(deepspeed, EXAMPLE, "--stage", *options, folder=tmp_path, moves=moves, ranks=2)
     assert starts[-1].steps[-1].step == 30
+
+
+@pytest.mark.soak
+def test_the_example_goes_on_in_another_stage_on_another_number_of_ranks(deepspeed, tmp_path):
+    moves = [("2", 2, {"stop_at": 8}), ("3", 1, {"stop_at": 16}), ("1", 2, {})]
+    for stage, ranks, orders in moves:
+        options = {"folder": tmp_path, "name": "run", "ranks": ranks, "launched": True, **orders}
+        deepspeed.run(EXAMPLE, "--stage", stage, **options)
+    starts = read_trace(tmp_path / "run/trace").ranks[0]
+    assert [start.began.step for start in starts] == [0, 8, 16]
+    assert starts[-1].steps[-1].step == 30
+    losses = [step.loss for start in starts for step in start.steps]
+    assert losses[-1] < losses[0]
 
 
 def test_the_page_runs(deepspeed, tmp_path):

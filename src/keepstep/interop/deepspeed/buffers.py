@@ -104,6 +104,8 @@ def refusals(engine: Any) -> Iterator[str]:
         yield f"a {kind} without ZeRO: parameters in 16 bits need stage 1, 2 or 3"
     config = engine._config.zero_config
     checks: list[tuple[str, Callable[[], Any]]] = [
+        ("a 1-bit optimizer", lambda: "onebit" in _home(engine)),
+        ("Muon", lambda: "muon" in _home(engine)),
         ("mixtures of experts", lambda: engine.has_moe_layers),
         ("tensor parallelism", lambda: engine.mp_world_size > 1),
         ("a second division of parameters (hpZ)", lambda: config.zero_hpz_partition_size > 1),
@@ -119,6 +121,11 @@ def refusals(engine: Any) -> Iterator[str]:
     for text, there in checks:
         if there():
             yield text
+
+
+def _home(engine: Any) -> str:
+    """The module of the optimizer's class."""
+    return type(engine.basic_optimizer).__module__
 
 
 def _moved(offload: Any) -> str:

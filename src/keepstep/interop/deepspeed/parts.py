@@ -46,7 +46,13 @@ class Counts:
         return {**{name: getattr(self._engine, name) for name in COUNTS}, "loss_scaler": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets them; the next microbatch is the first one of an update."""
+        """Sets them; the next microbatch is the first one of an update.
+
+        Raises:
+            UsageError: gradients of an update are accumulated, which cannot be taken back.
+        """
+        if microbatches(self._engine):
+            raise UsageError("an update has begun: restore before its first microbatch, or after its last one")
         for name in COUNTS:
             setattr(self._engine, name, state[name])
         self._engine.micro_steps = self._engine.global_steps * self._engine.gradient_accumulation_steps()
@@ -136,9 +142,10 @@ class Moments:
         for buffer in here:
             rows, numbers = self._kinds(buffer)
             held = flat(rows, buffer.pieces) if rows else {}
+            # A number stands beside every parameter, as torch has it. Each is asked for once: it may be on a device.
+            beside = {kind: float(value) for kind, value in numbers.items()}
             for kinds in held.values():
-                # A number stands beside every parameter, as torch has it.
-                kinds.update({kind: torch.tensor(float(value)) for kind, value in numbers.items()})
+                kinds.update({kind: torch.tensor(value) for kind, value in beside.items()})
             state.update(held)
             known.update(piece.name for piece in buffer.pieces)
         groups = [
