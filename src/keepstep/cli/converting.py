@@ -17,7 +17,7 @@ from rich.progress import Progress
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.completing import known_components, known_formats, known_steps
 from keepstep.cli.formats import FORMAT_WORDS, FORMATS, found_at
-from keepstep.cli.verifying import bar_of
+from keepstep.cli.verifying import bar_of, telling
 from keepstep.cli.words import plural, safe, size_words, time_words
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_manifest
 from keepstep.errors import CorruptError, UsageError
@@ -97,12 +97,15 @@ def convert_step(
     goal = target if made == "torch" else storage_of(target).url
     tensors, size, going = _going(step, source, (made, target), wanted, overwrite=overwrite)
     problems: tuple[Problem, ...] = ()
-    with bar_of() as bar, contextlib.closing(going):
+    lost = "; without its metadata, what was there is no checkpoint any more" if made == "dcp" and overwrite else ""
+    with bar_of() as bar, telling(f"nothing half is left at {goal}{lost}"), contextlib.closing(going):
         task = bar.add_task("convert", total=size)
         for done in going:
-            bar.update(task, completed=done)
+            # When all of it is read it has to be put together or made durable still: nobody knows how long that takes.
+            bar.update(task, completed=done, total=size if done < size else None)
         if check:
-            problems = _read_again(target, made, bar)
+            with telling(f"{goal} is whole; it was not read again to its end"):
+                problems = _read_again(target, made, bar)
     facts = Conversion(
         step.url,
         goal,
@@ -158,10 +161,11 @@ def _proved(source: str, going: Generator[int]) -> Generator[int]:
 
 
 def _one_file(step: Storage, target: str, only: tuple[str, ...], *, overwrite: bool) -> Generator[int]:
-    from keepstep.interop.torch_save import export
+    from keepstep.interop.torch_save import exporting
 
     yield 0
-    yield export(step, target, only=only or None, overwrite=overwrite).bytes
+    for facts in exporting(step, target, only=only or None, overwrite=overwrite):
+        yield facts.bytes
 
 
 def _read_again(target: str, made: str, bar: Progress) -> tuple[Problem, ...]:

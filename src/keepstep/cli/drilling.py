@@ -29,7 +29,7 @@ from keepstep.drill.runs import Progress
 from keepstep.drill.story import Report, drill
 from keepstep.errors import DrillError, UnprovenError, UsageError
 
-__all__ = ["drill_script", "print_report"]
+__all__ = ["INTERRUPTED", "drill_script", "print_report"]
 
 INTERRUPTED = 130
 PIPED_COLUMNS = 10_000

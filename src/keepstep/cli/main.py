@@ -21,7 +21,7 @@ from keepstep.cli.collecting import collect_garbage
 from keepstep.cli.completing import known_components, known_steps
 from keepstep.cli.converting import convert_step
 from keepstep.cli.copying import copy_steps
-from keepstep.cli.drilling import drill_script
+from keepstep.cli.drilling import INTERRUPTED, drill_script
 from keepstep.cli.exporting import export_step, import_model
 from keepstep.cli.formats import found_at
 from keepstep.cli.listing import print_listing, read_listing
@@ -40,6 +40,20 @@ from keepstep.errors import CheckpointError, StorageError, UsageError
 __all__ = ["app", "main"]
 
 
+# What is true after Ctrl-C; commands that only look have changed nothing.
+_UNNAMED = "nothing half is left at the target"
+_INTERRUPTED = {
+    "convert": _UNNAMED,
+    "cp": "what was sent stays for the next time; a step that is not whole is no step",
+    "export": _UNNAMED,
+    "gc": "what was removed is gone; call it again for the rest",
+    "import": _UNNAMED,
+    "prune": "what was removed is gone, every step that is left is whole; call it again for the rest",
+    "repair": "what was mended stays; call it again for the rest",
+    "scrub": "what was read to its end is remembered",
+}
+
+
 class _Commands(TyperGroup):
     """The group of all commands: where errors become text and an exit status."""
 
@@ -47,6 +61,10 @@ class _Commands(TyperGroup):
         """Runs a command."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as caught:
+            words = str(caught) or _INTERRUPTED.get(str(ctx.invoked_subcommand), "nothing was changed")
+            typer.echo(f"interrupted: {safe(words)}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         except (CheckpointError, OSError) as caught:
             if isinstance(caught, BrokenPipeError):
                 raise

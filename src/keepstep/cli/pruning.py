@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -17,8 +16,9 @@ from keepstep.agent.client import call_agent
 from keepstep.agent.node import listener_at, socket_path
 from keepstep.agent.protocol import Drain
 from keepstep.agent.sole import sole_writer
-from keepstep.check.verify import verify
+from keepstep.check.verify import Verified, verify
 from keepstep.cli.places import name_of, parent_of, place_above, root_at, step_at
+from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import age_s, age_words, metric_words, plural, safe, size_words
 from keepstep.commit.catalog import Catalog, Found, check_files, read_catalog, read_manifest, step_storage
 from keepstep.commit.pins import pin_step, pinned_steps, unpin_step
@@ -263,7 +263,11 @@ def _proved(root: Storage, steps: list[Found], run: str) -> Iterator[Found]:
         if sure or found.damage or found.dropped or found.run != run:
             yield found
             continue
-        verified = deque(verify(step_storage(root, found.step)), maxlen=1)[0]
+        verified = Verified(None)
+        with bar_of() as bar:
+            task = bar.add_task(step_name(found.step), total=None)
+            for verified in verify(step_storage(root, found.step)):
+                bar.update(task, completed=verified.bytes, total=verified.total_bytes)
         sure = verified.ok
         yield found if sure else replace(found, damage=verified.problems[0].text)
 

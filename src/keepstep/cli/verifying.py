@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from keepstep.errors import CorruptError, StepNotFoundError, StorageError
 from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.storage.base import Storage, read_blob
 
-__all__ = ["StepResult", "Verification", "bar_of", "print_result", "verify_root", "verify_step"]
+__all__ = ["StepResult", "Verification", "bar_of", "print_result", "telling", "verify_root", "verify_step"]
 
 SHOWN = 5
 
@@ -177,6 +178,15 @@ def bar_of(errors: Console | None = None) -> Progress:
     errors = errors or Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+@contextmanager
+def telling(words: str) -> Iterator[None]:
+    """What to say of an interruption in here: what is true then."""
+    try:
+        yield
+    except KeyboardInterrupt as err:
+        raise KeyboardInterrupt(*(err.args or (words,))) from None
 
 
 def _summed(path: str, results: Iterable[StepResult], records: tuple[Problem, ...] = ()) -> Verification:

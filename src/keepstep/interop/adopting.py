@@ -11,7 +11,7 @@ import msgspec
 
 from keepstep.checkpointer.saving import file_heads
 from keepstep.commit.publish import commit_step
-from keepstep.errors import StepExistsError
+from keepstep.errors import StepExistsError, StorageError
 from keepstep.foreign.shown import ShownStep
 from keepstep.format.manifest import MANIFEST_NAME, Receipt
 from keepstep.move.arena import CHUNK_BYTES, ONCE_BYTES, Arena
@@ -24,7 +24,7 @@ __all__ = ["adopting", "reading"]
 def adopting(step: ShownStep, target: Storage, *, overwrite: bool = False) -> Generator[int]:
     """Writes the step under ``target``, rank by rank; gives the bytes written so far, and has committed at its end.
 
-    Not collective: one process does it all. What is cut off has committed nothing.
+    Not collective: one process does it all. What is cut off has committed nothing, and leaves nothing unless it is killed.
 
     Args:
         step: what another program has saved.
@@ -45,10 +45,17 @@ def adopting(step: ShownStep, target: Storage, *, overwrite: bool = False) -> Ge
     created = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
     lineage = msgspec.structs.replace(step.manifest.lineage, exclusive=target.exclusive)
     manifest = msgspec.structs.replace(step.manifest, save_id=save_id, created=created, lineage=lineage, files={})
-    with contextlib.closing(Arena(ONCE_BYTES, warm=False)) as arena:
-        for rank in step.plans:
-            for written in _write_rank(step, target, Origin(save_id, manifest.step, rank), arena, receipts):
-                yield written
+    try:
+        with contextlib.closing(Arena(ONCE_BYTES, warm=False)) as arena:
+            for rank in step.plans:
+                for written in _write_rank(step, target, Origin(save_id, manifest.step, rank), arena, receipts):
+                    yield written
+    except BaseException:
+        # Given up, or it cannot be read or written: of ranks that are done there are whole files.
+        made = [manifest.file_name(folder, receipt.rank) for receipt in receipts for folder in receipt.files]
+        with contextlib.suppress(StorageError):
+            target.delete(made)
+        raise
     commit_step(target, manifest, receipts, replace=overwrite, run=None, leftovers=leftovers)
     yield written
 

@@ -40,11 +40,13 @@ from keepstep.state.values import materialise
 from keepstep.storage.base import Storage
 from keepstep.storage.local import LocalStorage, Place, storage_of, sync_folder
 
-__all__ = ["WrittenFile", "export", "proving", "show_file"]
+__all__ = ["WrittenFile", "export", "exporting", "proving", "show_file"]
 
 IN_MEMORY_BYTES = 1 << 26
 """Up to so much a file is put together in memory; more goes through a file without a name beside it."""
 READ_BYTES = 1 << 22
+TOGETHER_BYTES = 1 << 26
+"""Tensors are read together until they are so large."""
 _ALIGNMENT = 64
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WALKED = (list, tuple, set, dict, OrderedDict, Counter)
@@ -152,6 +154,19 @@ def export(
         StepNotFoundError: no such step or component. StepExistsError: the file is there, and ``overwrite`` is False.
         CorruptError, StorageError: nothing got its name.
     """
+    *_, last = exporting(step, file, only=only, component=component, overwrite=overwrite)
+    return last
+
+
+def exporting(
+    step: Place,
+    file: str | os.PathLike[str],
+    *,
+    only: Sequence[str] | None = None,
+    component: str | None = None,
+    overwrite: bool = False,
+) -> Iterator[WrittenFile]:
+    """The same, bit by bit: gives what was read so far, and the whole of it once the file has its name."""
     path = Path(file).expanduser().absolute()
     if only is not None and component is not None:
         raise UsageError("only= and component= do not go together")
@@ -180,7 +195,9 @@ def export(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _memory(path.parent, total + _ALIGNMENT * len(keys)) as memory:
-            tensors = _filled(storage, manifest, list(dict.fromkeys(keys)), memory)
+            tensors: dict[str, torch.Tensor] = {}
+            for done in _filled(storage, manifest, list(dict.fromkeys(keys)), memory=memory, made=tensors):
+                yield WrittenFile(str(path), manifest.step, tuple(wanted), len(tensors), done)
             values = {**tensors, **{key: tensors[at] for key, at in manifest.aliases.items() if at in tensors}}
             state = {name: materialise(node, values) for name, node in chosen.items()}
             for name, value in state.items():
@@ -190,7 +207,7 @@ def export(
             _put(state if component is None else state[component], path)
     except OSError as err:
         raise err if isinstance(err, StorageError) else StorageError("write", path.name, err) from err
-    return WrittenFile(str(path), manifest.step, tuple(wanted), len(tensors), total)
+    yield WrittenFile(str(path), manifest.step, tuple(wanted), len(tensors), total)
 
 
 def _loaded(path: Path) -> Any:
@@ -282,12 +299,14 @@ def _memory(folder: Path, size: int) -> Iterator[Any]:
         yield mmap.mmap(scratch.fileno(), size)
 
 
-def _filled(storage: Storage, manifest: Manifest, keys: list[str], memory: Any) -> dict[str, torch.Tensor]:
-    """Every tensor, whole, each with a storage of its own in the memory."""
+def _filled(
+    storage: Storage, manifest: Manifest, keys: list[str], *, memory: Any, made: dict[str, torch.Tensor]
+) -> Iterator[int]:
+    """Fills ``made``: every tensor, whole, each with a storage of its own in the memory. Gives the bytes read so far."""
     specs = {spec.key: spec for spec in manifest.tensors}
-    made: dict[str, torch.Tensor] = {}
-    wants = []
-    position = 0
+    structure = manifest.structure
+    wants: list[Want] = []
+    position = done = pending = 0
     for key in keys:
         spec = specs[key]
         shape = manifest.layouts[spec.layout].shape
@@ -301,9 +320,13 @@ def _filled(storage: Storage, manifest: Manifest, keys: list[str], memory: Any) 
         made[key] = raw.view(torch_dtype(spec.dtype)).view(shape)
         wants.append(Want(key, whole(shape)))
         position += -(-size // _ALIGNMENT) * _ALIGNMENT
-    pieces = find_pieces(manifest.structure, wants, -1)
-    read_pieces(storage, manifest, pieces, wants=wants, targets=list(made.values()))
-    return made
+        pending += size
+        if pending >= TOGETHER_BYTES or key == keys[-1]:
+            pieces, targets = find_pieces(structure, wants, -1), [made[want.key] for want in wants]
+            read_pieces(storage, manifest, pieces, wants=wants, targets=targets)
+            done, pending = done + pending, 0
+            wants.clear()
+            yield done
 
 
 def _refuse(value: Any, key: str, refused: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import pickle
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from keepstep.checkpointer.loading import read_trees
-from keepstep.errors import StepExistsError, UnsafeValueError, UsageError
+from keepstep.errors import StepExistsError, StorageError, UnsafeValueError, UsageError
 from keepstep.foreign.dcp.metadata import METADATA_NAME
 from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
@@ -74,8 +75,14 @@ def exporting(
     reader = _Reader(source, manifest)
     flat, paths = _flattened(reader, only)
     written = _Written(target)
-    yield from _write_tensors(reader, flat, written)
-    _write_values(reader, flat, written)
+    try:
+        yield from _write_tensors(reader, flat, written)
+        _write_values(reader, flat, written)
+    except BaseException:
+        # Given up, or it cannot be read or written.
+        with contextlib.suppress(StorageError):
+            target.delete(sorted({place.relative_path for place in written.places.values()}))
+        raise
     metadata = Metadata(
         state_dict_metadata={name: written.entries[name] for name in flat},
         planner_data=paths,
