@@ -48,7 +48,9 @@ def test_validation_workers_and_updates_of_several_batches(torchtitan, tmp_path)
     campaign(torchtitan, TRAIN, *kind, folder=tmp_path, moves=[{"stop_at": 5}, {"kill_at": 13}])
 
 
-@pytest.mark.parametrize("name", ["goes_on", "taken_over", "elsewhere", "last_steps", "seeds", "refusals"])
+@pytest.mark.parametrize(
+    "name", ["goes_on", "taken_over", "elsewhere", "last_steps", "seeds", "refusals", "ends", "parts"]
+)
 def test_checks(torchtitan, tmp_path, name):
     torchtitan.run(KINDS, name, folder=tmp_path, name="check", drill=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ torchtitan_on_cpu.prepare()
 
 from safetensors import safe_open  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+from torchtitan.components.optimizer import ParamGroupConfig  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
@@ -25,7 +28,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from train_torchtitan import small  # noqa: E402
 
 import keepstep as ks  # noqa: E402
-from keepstep.errors import MismatchError, StepNotFoundError, UsageError  # noqa: E402
+from keepstep.errors import CheckpointError, MismatchError, StepNotFoundError, UsageError  # noqa: E402
 from keepstep.interop.torchtitan import Checkpointer  # noqa: E402
 
 
@@ -50,6 +53,21 @@ def run(
     **options: Any,
 ) -> Trainer:
     """A training of so many steps, saved every two."""
+    trainer = built(steps, folder, kind, change, **options)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def built(
+    steps: int,
+    folder: str,
+    kind: type = Checkpointer,
+    change: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> Trainer:
     config = small()
     config.training.steps = steps
     # The learning rate does not follow the number of steps.
@@ -59,12 +77,7 @@ def run(
     config.checkpoint = kind.Config(enable=True, folder=folder, interval=2, **{"last_save_model_only": False} | options)
     if change is not None:
         change(config)
-    trainer = config.build()
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
+    return config.build()
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -277,10 +290,105 @@ def paged() -> None:
     assert there("checkpoint") == ["step-00000002", "step-00000004", "step-00000005"]
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    one.__name__: one
-    for one in (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, spread, gathered, staged, unstaged, paged)
-}
+def interrupted(trainer: Trainer, at: int, act: Callable[[], None]) -> None:
+    """Trains, with something that happens inside of a step."""
+    step = trainer.train_step
+
+    def train_step(batches: Any) -> None:
+        step(batches)
+        if trainer.step == at:
+            act()
+
+    trainer.train_step = train_step
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+
+
+def once(config: Trainer.Config) -> None:
+    """The data one time, in few steps."""
+    config.dataloader.infinite = False
+    config.training.seq_len = 128
+
+
+def ends() -> None:
+    """A job that is asked to stop, one that fails, a save that fails, and data that end."""
+    whole = run(6, "whole")
+    asked = built(6, "a", preempt_grace_s=60.0)
+    with pytest.raises(ks.Preempted, match="asked to stop at step 3; it is committed"):
+        interrupted(asked, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert there() == ["step-00000002", "step-00000003"]
+    assert same(weights(run(6)), weights(whole))
+
+    def fail() -> None:
+        raise ArithmeticError("of the model")
+
+    with pytest.raises(ArithmeticError, match="of the model"):
+        interrupted(built(6, "b"), 3, fail)
+    assert there("b") == ["step-00000002"]
+
+    # The folder of step 2 cannot be made: training goes on, and the next save is good.
+    def put_in_the_way() -> None:
+        Path("out/c/step-00000002").write_text("")
+
+    interrupted(built(4, "c", async_mode="async"), 1, put_in_the_way)
+    assert "step-00000004" in there("c")
+    with pytest.raises(CheckpointError, match="step-00000002 is a file"):
+        interrupted(built(2, "d"), 1, lambda: Path("out/d/step-00000002").write_text(""))
+
+    few = run(1000, "few", change=once)
+    assert few.step < 100
+    assert there("few")[-1] == f"step-{(few.step - 1) // 2 * 2:08d}"
+
+
+def of_two_kinds(config: Trainer.Config) -> None:
+    groups = config.optimizer.param_groups
+    groups.insert(0, ParamGroupConfig(pattern="norm", optimizer_name="Adam", optimizer_kwargs={"lr": 1e-3}))
+
+
+def parts() -> None:
+    """Optimizers of two kinds, and a loop that is not the Trainer's: there a step is saved when it is told."""
+    whole = run(6, "whole", change=of_two_kinds)
+    run(4, change=of_two_kinds)
+    assert same(weights(run(6, change=of_two_kinds)), weights(whole))
+    with ks.open("out/a/step-00000006") as step:
+        assert {key.split("/")[0] for key in step} == {"model", "optimizer_0", "optimizer_1"}
+
+    class Loop:
+        def __init__(self) -> None:
+            self.step = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.step = state["step"]
+
+    given = {
+        "model_parts": whole.model_parts,
+        "optimizers": whole.optimizers,
+        "lr_schedulers": whole.lr_schedulers,
+        "sd_adapter": None,
+        "base_folder": "out",
+    }
+    config = Checkpointer.Config(enable=True, folder="loop", interval=2, last_save_model_only=False)
+    for first, last in ((0, 3), (3, 5)):
+        loop = Loop()
+        mine = config.build(dataloader=None, states={"train_state": loop}, **given)
+        assert mine.load() == (first > 0)
+        assert loop.step == first
+        for loop.step in range(first + 1, last + 1):
+            assert mine.save(loop.step, last_step=loop.step == last) == (loop.step % 2 == 0 or loop.step == last)
+            mine.maybe_wait_for_staging()
+            mine.maybe_wait_for_saving()
+        mine.close()
+        mine.close()
+    assert there("loop") == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
+
+
+ALONE = (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, ends, parts, paged)
+CHECKS = {one.__name__: one for one in (*ALONE, spread, gathered, staged, unstaged)}
 
 if __name__ == "__main__":
     CHECKS[sys.argv[1]]()
