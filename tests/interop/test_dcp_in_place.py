@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.cli.main import app
-from keepstep.errors import UnsafeValueError
+from keepstep.errors import StepNotFoundError, UnsafeValueError
 from keepstep.interop.dcp import Reader, Writer
 from tests.helpers.same import assert_same
 from tests.interop import dcp_checks as checks
@@ -152,6 +152,17 @@ def test_what_goes_through_extensions_is_torchs_own_and_is_read(tmp_path, caplog
         ks.load(tmp_path / "s", into=target)
     with pytest.raises(CheckpointException, match="to a path"):
         dcp.save(state, storage_writer=Writer("memory://in/place", _extensions=[Turned()]), no_dist=True)
+
+
+def test_what_each_rank_saved_for_itself_with_torch_is_read(tmp_path):
+    state = {"w": torch.arange(6.0), "v": [1, "two"]}
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True, use_collectives=False)
+    assert (tmp_path / "d" / "__0.metadata").exists()
+    target = {"w": torch.zeros(6), "v": None}
+    dcp.load(target, storage_reader=Reader(tmp_path / "d"), no_dist=True)
+    assert_same(target, state)
+    with pytest.raises(StepNotFoundError, match=r"use_collectives=False; __0\.metadata"):
+        ks.load(tmp_path / "d", into=target)
 
 
 @pytest.mark.slow

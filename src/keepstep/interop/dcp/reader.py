@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from keepstep.checkpointer.foreign import FOREIGN, show_foreign
+from keepstep.checkpointer.foreign import FOREIGN, MAX_MANIFEST_BYTES, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CorruptError, MismatchError, UsageError, listed
 from keepstep.format.box import Box
@@ -40,7 +40,7 @@ from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype, writable
 from keepstep.state.values import materialise
-from keepstep.storage.base import Storage
+from keepstep.storage.base import Storage, read_blob
 from keepstep.storage.local import Place, storage_of
 
 __all__ = ["Reader"]
@@ -104,9 +104,14 @@ class Reader(StorageReader):
         """
         if self._path is None:
             raise UsageError("Reader() was given no path, and the call no checkpoint_id")
-        rank = kwargs.get("rank")
-        storage = storage_of(self._path if rank is None else alone_at(self._path, int(rank)))
-        self._step = _Step(storage, self._registry)
+        storage, rank, raw = storage_of(self._path), kwargs.get("rank"), b""
+        if rank is not None:
+            own = f"__{rank}{MANIFEST_NAME}"
+            if any(name == own for name, _ in storage.list("")):
+                raw = read_blob(storage, own, MAX_MANIFEST_BYTES)
+            else:
+                storage = storage_of(alone_at(self._path, int(rank)))
+        self._step = _Step(storage, raw, self._registry)
         cast(StorageMeta, self._step.metadata.storage_meta).load_id = self.load_id
         return self._step.metadata
 
@@ -204,10 +209,10 @@ def _copy(target: torch.Tensor, made: torch.Tensor) -> Callable[[], object]:
 
 
 class _Step:
-    """One step, with torch's names."""
+    """One step, with torch's names. ``raw`` is its manifest, where that has another name than usual."""
 
-    def __init__(self, storage: Storage, registry: ExtensionRegistry | None = None) -> None:
-        raw = found_manifest(storage)
+    def __init__(self, storage: Storage, raw: bytes, registry: ExtensionRegistry | None = None) -> None:
+        raw = raw or found_manifest(storage)
         if raw[:1] == FOREIGN:
             storage, raw = show_foreign(storage, raw, registry)
         self.storage = storage
