@@ -405,6 +405,39 @@ def load_embedding(folder, layout):
         assert_same(local_bits(state), before)
 
 
+def load_embedding_anyway(folder, layout):
+    """More words and fewer: what both have comes back, with its moments; nothing else of the target is touched."""
+    there, held = read(folder, "vocabulary")["embed.weight"], read(folder, "vocabulary", "optimizer/state")
+    for words, steps, cast in ((13, 0, False), (7, 1, False), (13, 1, {"model/embed.*": True, "optimizer": None})):
+        state = state_of(layout, 17, vocabulary=words)
+        if steps:
+            state["model"](torch.arange(5)).sum().backward()
+            state["optimizer"].step()
+        before = weights(state)["embed.weight"]
+        allowed = {"allow_resized": ["model/embed.*"], "cast": cast}
+        look = ks.load(f"{folder}/vocabulary", state, dry_run=True, **allowed)
+        assert_same(weights(state)["embed.weight"], before)
+        report = ks.load(f"{folder}/vocabulary", state, **allowed)
+        assert report.bytes_needed == look.bytes_needed
+        assert report.components["model"].resized == [f"model/embed.weight: [10, {WIDTH}] into [{words}, {WIDTH}]"]
+        assert "1 resized (model/embed.weight: [10" in str(report)
+        both = min(words, 10)
+        assert_same(weights(state)["embed.weight"], torch.cat([there[:both], before[both:]]))
+        assert_same(weights(state)["layers.1.bias"], read(folder, "vocabulary")["layers.1.bias"])
+        got = moments(state)["embed.weight"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            saved = held[f"embed.weight/{name}"]
+            assert_same(got[name], torch.cat([saved[:both], torch.zeros(words - both, WIDTH)]))
+        assert_same(got["step"], held["embed.weight/step"])
+        state["model"](torch.arange(words)).sum().backward()
+        state["optimizer"].step()
+    narrow = state_of(layout, 18, vocabulary=12)
+    with pytest.raises(
+        MismatchError, match=r"allow_resized='model/embde\.\*': no key of the target fits; did you mean"
+    ):
+        ks.load(f"{folder}/vocabulary", narrow, allow_resized=["model/embed.*", "model/embde.*"])
+
+
 STORIES = {
     "adapter": (save_adapter, load_adapter),
     "frozen": (save_frozen, load_frozen),
@@ -415,4 +448,5 @@ STORIES = {
     "renumbered": (save_deep, load_every_other),
     "schedules": (save_schedules, load_schedules),
     "embedding": (save_embedding, load_embedding),
+    "embedding that may": (save_embedding, load_embedding_anyway),
 }

@@ -363,3 +363,59 @@ def test_a_run_leaves_out_what_is_frozen_save_after_save(tmp_path):
         report = keeper.restore(left_out=tmp_path / "base")
     assert report.step == 2
     assert_same(dict(fresh["model"].state_dict()), dict(state["model"].state_dict()))
+
+
+# --- other shapes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_another_shape_takes_what_both_have(tmp_path):
+    saved = torch.arange(40.0).reshape(10, 4)
+    ks.save(tmp_path / "s", {"w": [saved], "n": [torch.ones(3)]})
+
+    def shard(rows, at, width=4, dtype=torch.float32):
+        return ks.sharded(torch.full((rows, width), -1.0, dtype=dtype), global_shape=(13, width), offsets=(at, 0))
+
+    for part, options in (
+        (shard(5, 7), {}),
+        (shard(3, 10), {}),
+        (shard(6, 0, width=2), {}),
+        (shard(5, 7, width=6, dtype=torch.float16), {"cast": True}),
+        (torch.full((13, 3), -1.0), {}),
+        (torch.full((4, 9), -1.0, dtype=torch.float64), {"cast": {"w": torch.float64}}),
+        (torch.full((9, 13), -1.0).t(), {}),
+    ):
+        target = {"w": [part], "n": [torch.zeros(3)]}
+        report = ks.load(tmp_path / "s", target, allow_resized=["w"], **options)
+        local, at = (part, 0) if isinstance(part, torch.Tensor) else (part.local, part.starts[0][0])
+        expected = torch.full_like(local, -1.0)
+        rows, columns = max(min(len(local), 10 - at), 0), min(local.shape[1], 4)
+        expected[:rows, :columns] = saved[at : at + rows, :columns].to(local.dtype)
+        assert_same(local.contiguous(), expected.contiguous())
+        assert len(report.components["w"].resized) == 1
+        assert torch.equal(target["n"][0], torch.ones(3))
+    for wrong in (torch.zeros(40), torch.zeros(10, 4, 1), torch.zeros(())):
+        with pytest.raises(MismatchError, match=r"w/0: saved with shape \[10, 4\], the target has"):
+            ks.load(tmp_path / "s", {"w": [wrong], "n": [torch.zeros(3)]}, allow_resized=["w"])
+    with pytest.raises(MismatchError, match=r"n/0: saved with shape \[3\], the target has \[4\]"):
+        ks.load(tmp_path / "s", {"w": [saved.clone()], "n": [torch.zeros(4)]}, allow_resized=["w"])
+
+
+@pytest.mark.slow
+def test_state_that_is_not_of_the_parameters_shape_begins_anew(tmp_path):
+    def state(words):
+        model = nn.Embedding(words, 4)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        model(torch.arange(3)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved, target = state(10), state(13)
+    ks.save(tmp_path / "s", saved)
+    report = ks.load(tmp_path / "s", target, allow_resized=["model/weight"])
+    assert report.components["optimizer"].reset == [
+        "optimizer/state/weight: begins anew, as its parameter has another shape"
+    ]
+    assert not target["optimizer"].state
+    assert torch.equal(target["model"].weight[:10], saved["model"].weight)
+    target["optimizer"].step()

@@ -71,6 +71,8 @@ def chosen(
     if gone:
         some = f"{', '.join(gone[:SHOWN])}{', …' if len(gone) > SHOWN else ''}"
         takes.notes.append(f"{len(gone)} keys have no name by rename=, and are not loaded: {some}")
+    if selection.allow_resized:
+        takes.resized = Globs(selection.allow_resized, "allow_resized")
     if selection.override:
         found = _overridden(selection.override, found, takes.left_out)
     return found, takes
@@ -137,20 +139,21 @@ def settle(selection: Selection, tree: Mapping[str, Any], binder: Binder, away: 
         if allowed:
             binder.mismatches[:] = [line for line in binder.mismatches if line not in allowed]
         binder.spared |= {key for key in report.unexpected if extra.takes(key)}
-    if selection.allow_missing:
+    if selection.allow_missing or selection.allow_resized:
         keys = list(_target_keys(binder))
-        for pattern in missing.idle(keys):
-            # Like a key without a place: another rank may have what fits.
-            binder.surplus[f"allow_missing={pattern!r}"] = f"no key of the target fits{near(pattern, keys)}"
+        for option, globs in (("allow_missing", missing), ("allow_resized", binder.resized)):
+            for pattern in globs.idle(keys) if globs is not None else ():
+                # Like a key without a place: another rank may have what fits.
+                binder.surplus[f"{option}={pattern!r}"] = f"no key of the target fits{near(pattern, keys)}"
     if selection.allow_extra:
         keys = [key for key, _ in _nodes(tree)]
         for pattern in extra.idle(keys):
             binder.notes.append(f"allow_extra={pattern!r}: no key of the checkpoint fits{near(pattern, keys)}")
     for pattern in selection.override or ():
-        globs = Globs([pattern], "override", below=False)
+        fits = Globs([pattern], "override", below=False)
         for name, report in binder.reports.items():
             here = {name: tree[name]} if name in tree and name not in binder.left_out else {}
-            report.overridden.extend(key for key, _ in _nodes(here) if globs.takes(key))
+            report.overridden.extend(key for key, _ in _nodes(here) if fits.takes(key))
 
 
 def _demand(binder: Binder, away: Globs, completed: Globs) -> None:

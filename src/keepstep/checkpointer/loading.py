@@ -73,6 +73,7 @@ def load(
     strict: bool = True,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
+    allow_resized: Sequence[str] = (),
     cast: Cast = False,
     rename: Rename | None = None,
     override: Mapping[str, Any] | None = None,
@@ -94,6 +95,8 @@ def load(
         allow_missing: patterns of keys of the target that the checkpoint may lack. They stay as they are; state that an
             optimizer would have of such a parameter starts fresh.
         allow_extra: patterns of keys of the checkpoint that the target may lack.
+        allow_resized: patterns of keys of tensors that may have another shape, such as an embedding for more words. What
+            both have, from the beginning of each dimension, is loaded, of the moments too; the rest stays as it is.
         cast: True converts tensors to the target's dtype; a dtype, to that one alone; by pattern, some of them, and others
             not: ``{"optimizer": None, "**/*.weight": torch.bfloat16}``. The first pattern that fits decides. Memory that the
             target does not have yet, such as moments, is made in the dtype that is named.
@@ -117,7 +120,7 @@ def load(
     """
     wait([pending.committed for pending in SAVES])
     ranks = Ranks.current()
-    selection = Selection(only, rename, allow_missing, allow_extra, override, left_out)
+    selection = Selection(only, rename, allow_missing, allow_extra, override, left_out, allow_resized=allow_resized)
     options = Options(strict, cast, share_reads, dry_run, None if selection == Selection() else selection)
     with ranks.phase("load", deadline_s) as phase:
         storage = storage_of(path)
@@ -177,7 +180,7 @@ def load_step(
     if options.selection is not None and options.selection.left_out is not None:
         return load_completed(ranks, storage, manifest, into, options=options, deadline_s=deadline_s)
     timeline = Timeline()
-    share = options.share_reads
+    share = False if options.selection and options.selection.allow_resized else options.share_reads
     together = ranks.world > 1 and storage.sealed and (storage.far if share is None else share)
     storage = with_values(ranks, storage, manifest, deadline_s) if together else storage
     with no_collection(), ranks.phase(f"bind step {manifest.step}", deadline_s) as phase, timeline.span("plan"):
@@ -252,7 +255,7 @@ def load_completed(
     asked = Demanded(chosen_keys(wanted.only, keys, into))
     known = any(part.left_out_from for part in manifest.components.values())
     how: dict[str, Any] = {"cast": options.cast, "rename": wanted.rename, "share_reads": options.share_reads}
-    how["deadline_s"] = deadline_s
+    how |= {"allow_resized": wanted.allow_resized, "deadline_s": deadline_s}
     told = load(wanted.left_out, into, only=Demanded(keys) if known else asked, dry_run=True, **how)
     check_base(manifest, storage.url, told)
     if known and wanted.only is not None:

@@ -161,7 +161,7 @@ class Checkpointer(Closing):
             step: this step and no other; None for the newest good one.
             on_damage: ``"fall_back"`` skips damaged steps with a warning, all ranks together; ``"raise"`` stops.
             allow_fresh: whether to start from zero although unfinished or damaged steps are there.
-            strict, cast, share_reads, only, rename, allow_missing, allow_extra, override: see ``keepstep.load``.
+            strict, cast, share_reads, only, rename, allow_missing and others: see ``keepstep.load``.
 
         Raises:
             StepNotFoundError: that step is not there; or steps are there and none is good, which is never a fresh start.

@@ -55,7 +55,7 @@ class LoadReport:
         lines = [f"{did} step {self.step} from {self.url} (ranks: {self.saved_world} when saved, {self.world} now)"]
         for name, part in self.components.items():
             notes = [f"{part.restored} restored"] if not part.skipped else ["left out"]
-            for label in ("cast", "overridden", "missing", "unexpected", "reset", "rederived"):
+            for label in ("cast", "resized", "overridden", "missing", "unexpected", "reset", "rederived"):
                 listed: list[str] = getattr(part, label)
                 if listed:
                     notes.append(f"{len(listed)} {label} ({', '.join(listed[:3])}{', …' if len(listed) > 3 else ''})")
@@ -74,7 +74,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys to load, under which names, which may be missing or extra, and values to set instead of saved ones.
+    """Which keys to load, under which names, what may differ, and values to set instead of saved ones.
 
     Patterns are as in ``format.globs``. ``left_out`` is the step that has what was left out of this one, and ``completed``
     are the patterns of what has come from it.
@@ -87,6 +87,7 @@ class Selection:
     override: Mapping[str, Any] | None = None
     left_out: Place | None = None
     completed: tuple[str, ...] = ()
+    allow_resized: Sequence[str] = ()
 
 
 class Demanded(tuple[str, ...]):
@@ -102,6 +103,7 @@ class Selected(TypedDict, total=False):
     rename: Rename | None
     allow_missing: Sequence[str]
     allow_extra: Sequence[str]
+    allow_resized: Sequence[str]
     override: Mapping[str, Any] | None
     left_out: Place | None
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from keepstep.errors import CheckpointError, MismatchError, UsageError
+from keepstep.format.box import Box, whole
+from keepstep.format.globs import Globs
 from keepstep.format.layout import Part, Want, parts
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.state.casting import Casts
 from keepstep.state.marks import Flat, PerRank, Sharded
 from keepstep.state.memory import host
 from keepstep.state.report import ComponentReport, Origin
-from keepstep.state.shard import LayoutTable, torch_dtype, writable
+from keepstep.state.shard import LayoutTable, Shard, torch_dtype, writable
 from keepstep.state.values import ABSENT, Slot, assign, child, materialise, objects_in
 
 __all__ = ["Place", "TreeBinder"]
@@ -40,8 +42,9 @@ class TreeBinder(ABC):
     ``surplus`` maps saved keys that have no place on this rank to what to say of them, should no other rank have one either;
     those in ``spared`` may be without one. ``lacks`` maps keys of the target that were not saved to their line in
     ``mismatches``. Components in ``left_out`` are no part of this. ``notes`` go into the report as they are.
-    ``saved`` is the tree of all that was saved, and ``stored`` says under which key the tensor of each key is stored.
-    ``base`` are keys that the state leaves out of its steps, and ``mark`` stands for the values that they get from this one.
+    ``resized`` takes the keys of tensors that may have another shape. ``saved`` is the tree of all that was saved, and
+    ``stored`` says under which key the tensor of each key is stored. ``base`` are keys that the state leaves out of its
+    steps, and ``mark`` stands for the values that they get from this one.
     """
 
     table: LayoutTable
@@ -63,6 +66,7 @@ class TreeBinder(ABC):
     notes: list[str] = field(default_factory=list)
     stored: dict[str, str] = field(default_factory=dict)
     saved: Mapping[str, Any] = field(default_factory=dict)
+    resized: Globs | None = None
     base: list[str] | None = None
     mark: str | None = None
     _values: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +77,7 @@ class TreeBinder(ABC):
     _held: dict[int, list[Part]] = field(default_factory=dict)
     _report: ComponentReport = field(default_factory=ComponentReport)
     _casts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _cut: set[str] = field(default_factory=set)
 
     def bind_component(self, name: str, node: Any) -> None:
         """Binds one component of the state to its saved tree; changes nothing yet."""
@@ -300,7 +305,8 @@ class TreeBinder(ABC):
         except UsageError as err:
             self.mismatches.append(f"{path}: the target is {err}")
             return False
-        if shard.shape != ref.shape:
+        cut = shard.shape != ref.shape
+        if cut and not self._resizes(path, shard, ref):
             self.mismatches.append(f"{path}: saved with shape {list(ref.shape)}, the target has {list(shard.shape)}")
             return False
         to = self.cast if type(self.cast) is bool else self.cast.of(path, ref)
@@ -313,8 +319,7 @@ class TreeBinder(ABC):
                     f"{path}: saved as {ref.dtype}, the target is {shard.dtype} (cast=True converts)"
                 )
                 return False
-            dtype = torch_dtype(ref.dtype)
-            temporary = target.empty_like(dtype) if type(target) is Sharded else torch.empty_like(target, dtype=dtype)
+            temporary = _like(target, torch_dtype(ref.dtype), filled=cut)
             self._casts[path] = (target, temporary)
             self._report.cast.append(path)
             kind = f"{ref.dtype} as {shard.dtype}"
@@ -337,7 +342,8 @@ class TreeBinder(ABC):
             if first != key:
                 self.mismatches.append(f"{path}: tied to {first} in the target, but saved as two separate tensors")
                 return False
-        self.placed[key, shard.layout] = None
+        if not cut:
+            self.placed[key, shard.layout] = None
         self.stored[path] = key
         layout = self.table.layouts[shard.layout]
         held = self._held.get(shard.layout)
@@ -348,6 +354,36 @@ class TreeBinder(ABC):
             if layout.boxes is None and view.shape != part.box.sizes:
                 for dim, (start, size) in enumerate(zip(part.local, part.box.sizes, strict=True)):
                     view = view.narrow(dim, start, size)
-            self.wants.append(Want(key, part.box, view.is_contiguous()))
+            box, view = _common(part.box, ref.shape, view) if cut else (part.box, view)
+            self.wants.append(Want(key, box, view.is_contiguous()))
             self.targets.append(view)
         return True
+
+    def _resizes(self, path: str, shard: Shard, ref: TensorRef) -> bool:
+        """Whether a tensor of another shape takes what it and the saved one have in common."""
+        named = path in self._cut or (self.resized is not None and self.resized.takes(path))
+        if not named or ref.own or ref.form == "array" or len(ref.shape) != len(shard.shape):
+            return False
+        self._report.resized.append(f"{path}: {list(ref.shape)} into {list(shard.shape)}")
+        return True
+
+
+def _like(target: Any, dtype: torch.dtype, *, filled: bool) -> Any:
+    """Other memory for a tensor, in another dtype; ``filled`` with what it holds."""
+    if type(target) is Sharded:
+        made = target.empty_like(dtype)
+        if filled:
+            for mine, theirs in zip(made.locals, target.locals, strict=True):
+                mine.copy_(theirs)
+        return made
+    return target.detach().to(dtype, copy=True) if filled else torch.empty_like(target, dtype=dtype)
+
+
+def _common(box: Box, shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """The part of a box that lies in a tensor of this shape, and of the memory that holds the box."""
+    inner = box.intersect(whole(shape))
+    if inner is None:
+        return Box((0,) * len(shape), (0,) * len(shape)), view[(slice(0),) * len(shape)]
+    for dim, (start, first, size) in enumerate(zip(inner.offsets, box.offsets, inner.sizes, strict=True)):
+        view = view.narrow(dim, start - first, size)
+    return inner, view

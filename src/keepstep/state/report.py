@@ -26,6 +26,7 @@ class ComponentReport:
     skipped: bool = False
     noted: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
     conversions: dict[str, int] = field(default_factory=dict)
 
 

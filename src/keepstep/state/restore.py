@@ -30,6 +30,7 @@ from keepstep.state.optimizer import (
 )
 from keepstep.state.report import ComponentReport
 from keepstep.state.rng import GENERATOR, RngStreams, stream_for
+from keepstep.state.shard import torch_dtype
 from keepstep.state.values import ABSENT, is_live
 
 __all__ = ["Binder"]
@@ -158,9 +159,9 @@ class Binder(TreeBinder):
         for name, node in tree["state"].items():
             if name in view.parameters:
                 at = join(below, name)
-                states[name] = self._bind_parameter_state(
-                    view, name, node, at, group=groups[name], shape=shapes.get(name)
-                )
+                made = self._bind_parameter_state(view, name, node, at, group=groups[name], shape=shapes.get(name))
+                if made is not ABSENT:
+                    states[name] = made
             elif name not in saved:
                 states[name] = self._plain(node, join(below, name))
         bound = [self._plain(group, join(join(path, "param_groups"), i)) for i, group in enumerate(fields)]
@@ -178,6 +179,50 @@ class Binder(TreeBinder):
 
         self._then(finish)
         return optimizer
+
+    def _bind_resized_state(
+        self,
+        parameter: torch.Tensor,
+        name: str,
+        saved: dict[str, Any],
+        path: str,
+        *,
+        shape: tuple[int, ...],
+        place: Place,
+    ) -> Any:
+        """State of a parameter that has another shape than it had: an error, or what both have, and zeros beside it.
+
+        State of other shapes than the parameter's is an optimizer's own affair.
+        """
+        whole = [key for key, item in saved.items() if type(item) is TensorRef and item.shape == shape]
+        if self.resized is None or not self.resized.takes(self._module_key(name)):
+            text = f"the state of a parameter that had the shape {list(shape)}, and has {list(parameter.shape)} now"
+            self.mismatches.extend(f"{join(path, key)}: {text}" for key in whole)
+            return ABSENT if whole else self._plain(saved, path, place=place)
+        if any(type(item) is TensorRef and item.shape not in ((), shape) for item in saved.values()):
+            self._report.reset.append(f"{path}: begins anew, as its parameter has another shape")
+            return ABSENT
+        made = {}
+        for key, item in saved.items():
+            below = join(path, key)
+            if key in whole:
+                self._cut.add(below)
+                dtype = torch_dtype(self._made(below, item).dtype)
+                self._report.restored += self._add(
+                    below, torch.zeros_like(parameter.detach(), dtype=dtype), item, fresh=True
+                )
+                made[key] = item
+            else:
+                made[key] = self._plain(item, below, place=place)
+        return made
+
+    def _module_key(self, name: str) -> str:
+        """The key of a parameter in its module, by the name that optimizers have for it."""
+        modules = [component for component, value in self.state.items() if isinstance(value, nn.Module)]
+        if len(modules) == 1:
+            return join(join("", modules[0]), name)
+        component = next((component for component in modules if name.startswith(f"{component}.")), "")
+        return join(join("", component), name.removeprefix(f"{component}."))
 
     def named(self, view: OptimizerView, tree: dict[str, Any]) -> dict[str, Any]:
         """The saved state of an optimizer under the names that the target has for parameters.
@@ -226,17 +271,11 @@ class Binder(TreeBinder):
         live = view.optimizer.state.get(parameter, {}) if view.plain else {}
         siblings = node if isinstance(node, dict) else {}
 
-        if shape is not None and shape != tuple(parameter.shape):
-            # State of other shapes than the parameter's is an optimizer's own affair; of the shape that it had, it is none.
-            text = f"the state of a parameter that had the shape {list(shape)}, and has {list(parameter.shape)} now"
-            wrong = [join(path, key) for key, item in siblings.items() if getattr(item, "shape", None) == shape]
-            self.mismatches.extend(f"{key}: {text}" for key in wrong)
-            if wrong:
-                return ABSENT
-
         def place(ref: TensorRef) -> torch.Tensor:
             return state_like(parameter, ref, view.placed(name, ref, group, siblings))
 
+        if shape is not None and shape != tuple(parameter.shape):
+            return self._bind_resized_state(parameter, name, siblings, path, shape=shape, place=place)
         if not siblings:
             return self._plain(node, path, place=place)
         made = {}
