@@ -343,6 +343,17 @@ def _not_together(root: str) -> None:
     dcp.save(state, storage_writer=Writer(f"{root}/alone"), use_collectives=False)
     target = load(f"{root}/alone", {"w": torch.zeros(2), "n": None})
     assert_same(target, state)
+    # Of a tensor that is distributed each rank has its part only; from ours, and from torch's own.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(21.0).reshape(7, 3)
+    parted = {"a": {"d": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}, **state}
+    for name, writer in (("mine", Writer(f"{root}/mine")), ("torchs", dcp.FileSystemWriter(f"{root}/torchs"))):
+        dcp.save(parted, storage_writer=writer, use_collectives=False)
+        dist.barrier()
+        empty_one = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)], src_data_rank=None)
+        target = load(f"{root}/{name}", {"a": {"d": empty_one}, "w": torch.zeros(2), "n": None})
+        assert torch.equal(target["a"]["d"].full_tensor(), whole)
+        assert_same({"w": target["w"], "n": target["n"]}, state)
 
 
 @pytest.mark.slow

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import CorruptError, UnsafeValueError, UsageError
 from keepstep.foreign.dcp.items import Extent, find_extent, prove, read_value
-from keepstep.foreign.dcp.metadata import METADATA_NAME, Chunk, Directory, SavedTensor, parse_metadata
+from keepstep.foreign.dcp.metadata import METADATA_NAME, Chunk, Directory, SavedTensor, SavedValue, parse_metadata
 from keepstep.foreign.paths import key_of, place
 from keepstep.foreign.shown import OpenFiles, Piece, ShownStep, ShownTensor, Source
+from keepstep.format.box import whole
+from keepstep.format.globs import near
 from keepstep.format.objects import TensorRef
 from keepstep.format.shardfile import digest
 from keepstep.storage.base import Storage
@@ -25,7 +27,9 @@ HELD = 8
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
-def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = (), *, registry: Any = None) -> ShownStep:
+def show_directory(
+    storage: Storage, raw: bytes, only: Sequence[str] = (), *, registry: Any = None, apart: bool = False
+) -> ShownStep:
     """The step that a directory holds: read are its metadata and its plain values, and tensors when they are asked for.
 
     Args:
@@ -33,6 +37,7 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = (), *, re
         raw: its ``.metadata``.
         only: the components to show, of those at the top of the state; all of them when it is empty.
         registry: torch's ``ExtensionRegistry`` that knows what it was written through; by default torch's own.
+        apart: shows each part of a tensor as a tensor of its own, below its name: what one rank saved alone has no more.
 
     Raises:
         UsageError: a component that is not there.
@@ -42,6 +47,8 @@ def show_directory(storage: Storage, raw: bytes, only: Sequence[str] = (), *, re
     directory = parse_metadata(raw, f"{storage.url}/{METADATA_NAME}")
     if only:
         directory = _chosen(storage, directory, only)
+    if apart:
+        directory = Directory(tuple(part for entry in directory.entries for part in _parts(entry)))
     _check_files(storage, directory)
     ranks = _ranks(directory)
     extents = _Extents(registry)
@@ -95,8 +102,19 @@ def _chosen(storage: Storage, directory: Directory, only: Sequence[str]) -> Dire
     names = dict.fromkeys(str(entry.path[0]) for entry in directory.entries)
     unknown = sorted(set(only) - set(names))
     if unknown:
-        raise UsageError(f"{', '.join(unknown)}: {storage.url} has {', '.join(names)}. Nothing was written")
+        hint = "".join(near(name, list(names)) for name in unknown)
+        raise UsageError(f"{', '.join(unknown)}: {storage.url} has {', '.join(names)}{hint}. Nothing was written")
     return Directory(tuple(entry for entry in directory.entries if entry.path[0] in only))
+
+
+def _parts(entry: SavedTensor | SavedValue) -> Iterator[SavedTensor | SavedValue]:
+    if isinstance(entry, SavedValue) or [chunk.box.sizes for chunk in entry.chunks] == [entry.shape]:
+        yield entry
+        return
+    for chunk in entry.chunks:
+        name, path = f"{entry.name}{chunk.box}", (*entry.path, str(chunk.box))
+        sizes = chunk.box.sizes
+        yield SavedTensor(name, path, entry.dtype, sizes, (Chunk(whole(sizes), chunk.item),))
 
 
 def _check_files(storage: Storage, directory: Directory) -> None:

@@ -31,11 +31,14 @@ from torch.futures import Future
 from keepstep.checkpointer.foreign import FOREIGN, MAX_MANIFEST_BYTES, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CorruptError, MismatchError, UsageError, listed
-from keepstep.format.box import Box
+from keepstep.foreign.dcp.metadata import parse_metadata
+from keepstep.foreign.dcp.step import show_directory
+from keepstep.format.box import Box, whole
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from keepstep.format.objects import TensorRef
 from keepstep.interop.dcp.writer import alone_at, is_place
-from keepstep.interop.dcp.written import NOTES_NAME, Notes, names_in, names_noted
+from keepstep.interop.dcp.written import NOTES_NAME, Notes, Part, names_in, names_noted, notes_of, part_name
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype, writable
@@ -153,7 +156,7 @@ class Reader(StorageReader):
         targets, given = self._targets(step, items, held)
         wants = [
             Want(
-                step.stored(item.storage_index.fqn),
+                step.stored(step.ref_of(item)),
                 Box(tuple(item.storage_offsets), tuple(item.lengths)),
                 target.is_contiguous(),
             )
@@ -189,7 +192,7 @@ class Reader(StorageReader):
         targets, given, wrong = [], [], {}
         for item, tensor in zip(items, held, strict=True):
             name = item.storage_index.fqn
-            target, dtype = tensor.detach(), torch_dtype(step.refs[name].dtype)
+            target, dtype = tensor.detach(), torch_dtype(step.ref_of(item).dtype)
             if target.shape != item.lengths:
                 wrong[name] = f"{name}: {list(item.lengths)} of it into a tensor of shape {list(target.shape)}"
             elif target.dtype != dtype and not self._cast:
@@ -209,35 +212,49 @@ def _copy(target: torch.Tensor, made: torch.Tensor) -> Callable[[], object]:
 
 
 class _Step:
-    """One step, with torch's names. ``raw`` is its manifest, where that has another name than usual."""
+    """One step, with torch's names. ``raw`` is torch's own metadata of one rank, where it is that."""
 
     def __init__(self, storage: Storage, raw: bytes, registry: ExtensionRegistry | None = None) -> None:
-        raw = raw or found_manifest(storage)
-        if raw[:1] == FOREIGN:
+        notes = None
+        if raw:
+            notes = notes_of(parse_metadata(raw, storage.url))
+            storage = show_directory(storage, raw, registry=registry, apart=True)
+            raw = read_blob(storage, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        elif (raw := found_manifest(storage))[:1] == FOREIGN:
             storage, raw = show_foreign(storage, raw, registry)
         self.storage = storage
         self.manifest: Manifest = parse_manifest(raw, f"{storage.url}/{MANIFEST_NAME}")
         tree, _ = read_trees(storage, self.manifest, 0)
-        notes = self._notes()
+        notes = notes or self._notes()
         names = names_in(tree) if notes is None else names_noted(tree, notes)
         self.refs, self._values = names.refs, names.values
         self._raw = frozenset(notes.raw if notes is not None else ())
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        parts = {part_name(part.name, part.box): part for part in (notes.parts if notes is not None else ())}
+        self._parts = {(part.name, part.box.offsets): stored for stored, part in parts.items()}
+        paths = dict(names.paths)
         for name in names.paths:
             ref = self.refs.get(name)
             if ref is None:
                 entries[name] = BytesStorageMetadata()
                 continue
-            size = torch.Size(ref.shape)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(ref.dtype)), size, [chunk])
+            part = parts.get(name) or Part(name, ref.shape, whole(ref.shape))
+            chunk = ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
+            made = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(ref.dtype)), torch.Size(part.shape), [])
+            cast(TensorStorageMetadata, entries.setdefault(part.name, made)).chunks.append(chunk)
+            if name in parts:
+                paths[part.name] = paths.pop(name)[:-1]
         meta = StorageMeta(checkpoint_id=storage.url, save_id=self.manifest.save_id)
-        self.metadata = Metadata(entries, dict(names.paths), {}, meta, CURRENT_DCP_VERSION)
+        self.metadata = Metadata(entries, paths, {}, meta, CURRENT_DCP_VERSION)
 
-    def stored(self, name: str) -> str:
+    def ref_of(self, item: ReadItem) -> TensorRef:
+        """The tensor that has what is asked for."""
+        index = item.storage_index
+        return self.refs[self._parts.get((index.fqn, tuple(index.offset or ())), index.fqn)]
+
+    def stored(self, ref: TensorRef) -> str:
         """The key under which a tensor is stored."""
-        key = self.refs[name].key
-        return self.manifest.aliases.get(key, key)
+        return self.manifest.aliases.get(ref.key, ref.key)
 
     def saved_value(self, name: str) -> io.BytesIO:
         """A plain value, as torch expects to be given it."""

@@ -28,7 +28,7 @@ from torch.futures import Future
 from keepstep.checkpointer.saving import file_heads
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError, StorageError, UsageError
-from keepstep.format.box import Box
+from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.manifest import MANIFEST_NAME, TREE_NAME, FileRecord, Receipt, promised_files
 from keepstep.format.objects import encode
@@ -44,6 +44,8 @@ from keepstep.interop.dcp.written import (
     is_plain,
     key_of,
     manifest_of,
+    part_name,
+    parts_apart,
     seen_by,
     tree_of,
     values_of,
@@ -202,7 +204,7 @@ class Writer(StorageWriter):
         self._save_id = save_id
         origin = Origin(save_id, self._number(), 0 if self._alone else told.rank)
         values, raw = values_of(plan, planner)
-        tensors = _Tensors(plan, planner, told.folders, values)
+        tensors = _Tensors(plan, planner, told.folders, values, apart=self._alone)
         receipt = _write(storage, tensors.files(), origin, cast(Any, tensors), {})
         written = Written(receipt, tuple(tensors.saved), tensors.names, tensors.values, seen_by(planner), raw)
         size = {index: box.elements * ITEM_BYTES[saved.dtype] for index, (saved, box) in tensors.by_index.items()}
@@ -224,8 +226,9 @@ class Writer(StorageWriter):
         storage = self._storage()
         told = [msgspec.msgpack.decode(each[-1].storage_data, type=Written) for each in results]
         save_id = told[0].receipt.save_id
-        manifest, refs = manifest_of(told, metadata, save_id=save_id, step=self._number(), exclusive=storage.exclusive)
-        tree, notes = tree_of(told, metadata, refs)
+        stored, parts = parts_apart(metadata) if self._alone else (metadata, ())
+        manifest, refs = manifest_of(told, stored, save_id=save_id, step=self._number(), exclusive=storage.exclusive)
+        tree, notes = tree_of(told, stored, refs, parts)
         extras: dict[str, bytes | torch.Tensor] = {TREE_NAME: encode(tree)}
         described = (Extra(TREE_NAME, "uint8", (len(extras[TREE_NAME]),)),)
         empty = msgspec.structs.replace(manifest.structure, layouts=(), tensors=())
@@ -301,9 +304,12 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
     """The tensors that one rank writes, and where each goes.
 
     ``saved`` says what they are, ``names`` has the key of each name of torch's, ``values`` the tree of plain values.
+    ``apart`` makes a tensor of its own of each part of one: a rank that saves without the others has no more of it.
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, folders: dict[str, str], values: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: SavePlan, planner: SavePlanner, folders: dict[str, str], values: dict[str, Any], *, apart: bool
+    ) -> None:
         self._planner = planner
         self._items: list[WriteItem | torch.Tensor] = []
         plain = is_plain(planner)
@@ -313,16 +319,18 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
                 continue
-            path = _path_of(plan, item)
-            key = self.names[item.index.fqn] = key_of(path)
+            name, path = item.index.fqn, _path_of(plan, item)
+            chunk = item.tensor_data.chunk
+            box, shape = Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(item.tensor_data.size)
+            if apart and box.sizes != shape:
+                name, path = part_name(name, box), (*path, str(box))
+                box, shape = whole(box.sizes), box.sizes
+            key = self.names[name] = key_of(path)
             # (What it is may be another thing by now than what a plan that was kept says.)
             tensor = cast(torch.Tensor, planner.resolve_data(item))
             dtype = dtype_name(tensor.dtype)
             if dtype is None or tensor.layout is not torch.strided:
                 raise UsageError(f"{key}: a tensor of {tensor.dtype} and {tensor.layout} cannot be stored")
-            chunk = item.tensor_data.chunk
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            shape = tuple(item.tensor_data.size)
             saved = Saved(key, dtype, folders.get(str(path[0]), LOOSE), shape, box)
             self.by_index[item.index] = saved, box
             self.saved.append(saved)
@@ -334,8 +342,7 @@ class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
             self.values = snapshot.tree
             for spec, (local,) in zip(snapshot.structure.tensors, snapshot.locals, strict=True):
                 shape = tuple(local.shape)
-                whole = Box((0,) * len(shape), shape)
-                self.saved.append(Saved(spec.key, spec.dtype, "tensors", shape, whole))
+                self.saved.append(Saved(spec.key, spec.dtype, "tensors", shape, whole(shape)))
                 self._items.append(local)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import io
 import platform
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from keepstep.errors import CorruptError, MismatchError, UsageError
+from keepstep.foreign.dcp.metadata import Directory, SavedValue
 from keepstep.foreign.paths import Path, key_of, place
 from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box
@@ -41,6 +43,7 @@ __all__ = [
     "NOTES_NAME",
     "Names",
     "Notes",
+    "Part",
     "Saved",
     "Told",
     "Written",
@@ -51,6 +54,9 @@ __all__ = [
     "manifest_of",
     "names_in",
     "names_noted",
+    "notes_of",
+    "part_name",
+    "parts_apart",
     "place",
     "seen_by",
     "tree_of",
@@ -97,15 +103,24 @@ class Written(msgspec.Struct, frozen=True):
     raw: tuple[str, ...] = ()
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the tensor ``name`` of a global ``shape``, which is stored as a tensor of its own, ``part_name``."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+
+
 class Notes(msgspec.Struct, frozen=True):
     """Torch's names, where they do not follow from the tree: where each stood in it, and which are plain values.
 
-    ``raw`` are values that a planner gave as bytes of its own making.
+    ``raw`` are values that a planner gave as bytes of its own making. ``parts`` are what a rank alone has of tensors.
     """
 
     paths: dict[str, tuple[str | int, ...]]
     values: tuple[str, ...]
     raw: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 def values_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -236,8 +251,46 @@ def _check_values(written: Sequence[Written]) -> None:
         )
 
 
+def part_name(name: str, box: Box) -> str:
+    """The name under which a part of a tensor is stored by itself."""
+    return f"{name}{box}"
+
+
+def parts_apart(metadata: Metadata) -> tuple[Metadata, tuple[Part, ...]]:
+    """The metadata of what one rank has, with a tensor for each part of one; and what those are parts of."""
+    paths = dict(metadata.planner_data) if isinstance(metadata.planner_data, Mapping) else {}
+    entries: dict[str, Any] = {}
+    parts = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata) or [chunk.sizes for chunk in entry.chunks] == [entry.size]:
+            entries[name] = entry
+            continue
+        path = paths.pop(name, (name,))
+        for chunk in entry.chunks:
+            part = Part(name, tuple(entry.size), Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+            parts.append(part)
+            stored = part_name(name, part.box)
+            entries[stored] = TensorStorageMetadata(entry.properties, chunk.sizes, [chunk])
+            paths[stored] = (*path, str(part.box))
+    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=paths), tuple(parts)
+
+
+def notes_of(directory: Directory) -> Notes:
+    """The names in what torch has written for one rank, whose parts of tensors are shown apart."""
+    paths: dict[str, tuple[str | int, ...]] = {}
+    parts = []
+    for entry in directory.entries:
+        if isinstance(entry, SavedValue) or [chunk.box.sizes for chunk in entry.chunks] == [entry.shape]:
+            paths[entry.name] = entry.path
+            continue
+        for chunk in entry.chunks:
+            parts.append(Part(entry.name, entry.shape, chunk.box))
+            paths[part_name(entry.name, chunk.box)] = (*entry.path, str(chunk.box))
+    return Notes(paths, tuple(entry.name for entry in directory.values), (), tuple(parts))
+
+
 def tree_of(
-    written: Sequence[Written], metadata: Metadata, refs: Mapping[str, TensorRef]
+    written: Sequence[Written], metadata: Metadata, refs: Mapping[str, TensorRef], parts: tuple[Part, ...] = ()
 ) -> tuple[dict[str, Any], Notes | None]:
     """The state as one tree, in the order of torch's metadata; and notes, where its names do not follow from that."""
     values: dict[str, Any] = {}
@@ -257,9 +310,9 @@ def tree_of(
         place(tree, kept[name], refs.get(name) or values[name], len(metadata.state_dict_metadata))
     raw = tuple(name for each in written for name in each.raw)
     found = names_in(tree)
-    if not raw and found.paths == kept and found.values.keys() == set(plain):
+    if not raw and not parts and found.paths == kept and found.values.keys() == set(plain):
         return tree, None
-    return tree, Notes(kept, tuple(plain), raw)
+    return tree, Notes(kept, tuple(plain), raw, parts)
 
 
 @dataclass(frozen=True, slots=True)
