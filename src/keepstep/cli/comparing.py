@@ -19,9 +19,10 @@ from rich.progress import Progress
 from keepstep.checkpointer.opened import Checkpoint
 from keepstep.cli.contents import PART_BYTES, shown
 from keepstep.cli.verifying import bar_of
+from keepstep.cli.words import near_pattern
 from keepstep.errors import UsageError
 from keepstep.format.dtypes import ITEM_BYTES
-from keepstep.format.globs import Globs, near
+from keepstep.format.globs import Globs
 from keepstep.format.objects import RankRef, TensorRef, join
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "compare"]
@@ -193,7 +194,7 @@ def compare(a: Checkpoint, b: Checkpoint, only: list[str], errors: Console) -> C
 def _check_patterns(globs: Globs, everything: list[str]) -> None:
     idle = globs.idle(everything)
     if idle and idle != ["**"]:
-        hints = "".join(near(pattern, everything) for pattern in idle)
+        hints = "".join(near_pattern(pattern, everything) for pattern in idle)
         raise UsageError(f"--only {' '.join(idle)}: no key of either step fits{hints}")
 
 

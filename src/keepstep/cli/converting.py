@@ -89,11 +89,8 @@ def convert_step(
     made = to or ("keepstep" if kind != "keepstep" else "")
     if made not in FORMATS or made == kind:
         others = " or ".join(f"--to {name}" for name in FORMATS if name != kind)
-        hint = near(made, FORMATS) if made not in FORMATS else ""
-        wrong = f"--to {made!r} is no format{hint}; " if hint or (to and made != kind) else ""
-        raise UsageError(
-            f"{wrong}{step.url} is {FORMAT_WORDS[kind]}: say what to make of it, {others}. Nothing was written"
-        )
+        wrong = f", not {made!r}{near(made, FORMATS)}" if made and made not in FORMATS else ". Nothing was written"
+        raise UsageError(f"{step.url} is {FORMAT_WORDS[kind]}: say what to make of it, {others}{wrong}")
     goal = target if made == "torch" else storage_of(target).url
     tensors, size, going = _going(step, source, (made, target), wanted, overwrite=overwrite)
     problems: tuple[Problem, ...] = ()

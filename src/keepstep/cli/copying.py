@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from keepstep.check.verify import Problem, Verified, exit_status, verify
 from keepstep.cli.completing import known_numbers, known_steps
-from keepstep.cli.places import folder_at, is_step, name_of, parent_of, root_at, step_at
+from keepstep.cli.places import folder_at, has_blob, is_step, name_of, near_steps, parent_of, root_at, step_at
 from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import plural, safe, size_words, time_words
 from keepstep.commit.catalog import Catalog, check_files, read_catalog, read_manifest, step_storage
@@ -29,7 +29,7 @@ from keepstep.errors import (
     StorageError,
     UsageError,
 )
-from keepstep.format.manifest import parse_step_name, promised_files, step_name
+from keepstep.format.manifest import MANIFEST_NAME, parse_step_name, promised_files, step_name
 from keepstep.storage.base import Storage
 from keepstep.storage.local import storage_of
 
@@ -138,6 +138,10 @@ def _wish(path: str, *, step: int | None, last: int | None, everything: bool) ->
         return _Wish(folder if named is None else parent_of(folder), (named,), False)
     root = root_at(path)
     if step is not None:
+        wanted = step_storage(root, step)
+        if not has_blob(wanted, MANIFEST_NAME):
+            hint = near_steps(wanted)
+            raise StepNotFoundError(f"{wanted.url}: no step is committed there; nothing was copied{hint}")
         return _Wish(root, (step,), False)
     catalog = read_catalog(root)
     if not catalog.steps:

@@ -109,6 +109,8 @@ def import_model(
     from keepstep.interop.adopting import adopting
 
     began = time.monotonic()
+    if not component:
+        raise UsageError("--component '': give the model a name")
     path = Path(source).expanduser()
     alone = path.is_file()
     folder = folder_at(str(path.parent) if alone else source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 from keepstep.cli.words import plural, safe
@@ -20,6 +21,7 @@ __all__ = [
     "has_blob",
     "is_step",
     "name_of",
+    "near_steps",
     "parent_of",
     "place_above",
     "root_at",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 SHOWN = 3
+MOST_COMPARED = 5000
 
 
 def folder_at(path: str) -> Storage:
@@ -40,7 +43,7 @@ def folder_at(path: str) -> Storage:
     storage = storage_of(path)
     if isinstance(storage, LocalStorage) and not storage.root.exists():
         above = next(parent for parent in storage.root.parents if parent.exists())
-        hint = _near_steps(storage)
+        hint = near_steps(storage) or _near_names(storage.root, above)
         raise StepNotFoundError(f"there is nothing at {storage.url}; the path exists as far as {above}{hint}")
     return storage
 
@@ -164,10 +167,20 @@ def check_there(storage: Storage) -> None:
         StepNotFoundError: there is nothing.
     """
     if not isinstance(storage, LocalStorage) and next(iter(storage.list("")), None) is None:
-        raise StepNotFoundError(f"there is nothing at {storage.url}{_near_steps(storage)}")
+        raise StepNotFoundError(f"there is nothing at {storage.url}{near_steps(storage)}")
 
 
-def _near_steps(storage: Storage) -> str:
+def _near_names(path: Path, above: Path) -> str:
+    """Words about what is called nearly so, where the path is wrong for the first time."""
+    try:
+        there = sorted(each.name for each in above.iterdir())
+    except OSError:
+        return ""
+    close = get_close_matches(path.relative_to(above).parts[0], there[:MOST_COMPARED], n=SHOWN, cutoff=0.6)
+    return f"; did you mean {' or '.join(repr(safe(str(above / name))) for name in close)}?" if close else ""
+
+
+def near_steps(storage: Storage) -> str:
     """Words about the steps beside a place where there is none, by their numbers; empty where nothing is known of any."""
     name = name_of(storage)
     wanted = parse_step_name(name)

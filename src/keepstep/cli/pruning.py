@@ -33,6 +33,7 @@ from keepstep.errors import (
     StorageError,
     UsageError,
 )
+from keepstep.format.globs import near
 from keepstep.format.manifest import parse_step_name, step_name
 from keepstep.storage.base import Storage
 
@@ -125,6 +126,8 @@ def prune_steps(
     if keep_last is None and any(rule is not None for rule in chosen[:4]):
         # Who names rules means these, and not "everything", as without a rule for steps.
         keep_last = 1
+    if mode not in ("min", "max"):
+        raise UsageError(f"--mode {mode!r} is neither min nor max{near(mode, ('min', 'max'))}")
     keep = Keep(keep_last, keep_every, keep_best, metric, mode, keep_every_s, weights_only_after, min_free_bytes)
     pruning = _prune(root_at(root), keep, run, dry_run=dry_run, trusting=no_verify)
     if as_json:
@@ -228,6 +231,13 @@ def _plan(root: Storage, keep: Keep, run: str | None, *, trusting: bool) -> _Pla
     if run is not None and run not in {found.run for found in steps}:
         known = ", ".join(sorted({found.run for found in steps if found.run})) or "none"
         raise StepNotFoundError(f"{root.url} has no step of run {run!r}; runs there: {known}")
+    named = {name for found in steps for name in found.metrics or ()}
+    if keep.best and keep.metric not in named:
+        # A slip of the pen here would cost the best steps.
+        known = ", ".join(sorted(named)) or "none"
+        raise UsageError(
+            f"no step has the metric {keep.metric!r}; there are: {known}{near(keep.metric, sorted(named))}"
+        )
     if not trusting:
         steps = list(_proved(root, steps, chosen))
     catalog = replace(catalog, steps=tuple(steps))

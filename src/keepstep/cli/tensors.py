@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from keepstep.cli.words import layout_words, piece_count
+from keepstep.cli.words import layout_words, near_pattern, piece_count
 from keepstep.errors import UsageError
 from keepstep.format.globs import near
 from keepstep.format.layout import Layout, Mesh, parts
@@ -42,7 +42,7 @@ def tensor_lines(manifest: Manifest, pattern: str, components: Sequence[str] = (
     for name in components:
         if name not in manifest.components:
             known = list(manifest.components)
-            raise UsageError(f"there is no component {name!r}{near(name, known)}; the step has {', '.join(known)}")
+            raise UsageError(f"there is no component {name!r}; the step has {', '.join(known)}{near(name, known)}")
     words = [(layout_words(each, manifest.meshes), piece_count(each, manifest.meshes)) for each in manifest.layouts]
     ranks = [len(_holders(each, manifest.meshes)) for each in manifest.layouts]
     structure = manifest.structure
@@ -61,7 +61,8 @@ def tensor_lines(manifest: Manifest, pattern: str, components: Sequence[str] = (
     if not found and there:
         keys = [line.key for line in there]
         raise UsageError(
-            f"no key fits {pattern!r}; there are {len(keys):,} keys, such as {', '.join(keys[:3])}{near(pattern, keys)}"
+            f"no key fits {pattern!r}; there are {len(keys):,} keys, such as {', '.join(keys[:3])}"
+            f"{near_pattern(pattern, keys)}"
         )
     return found
 

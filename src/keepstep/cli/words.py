@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 import msgspec
 
+from keepstep.format.globs import near
 from keepstep.format.layout import Layout, Mesh, parts
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "config_words",
     "layout_words",
     "metric_words",
+    "near_pattern",
     "number_words",
     "piece_count",
     "plural",
@@ -103,6 +107,18 @@ def _entries(value: object, path: str, depth: int = 0) -> Iterator[str]:
 def plural(count: int, thing: str) -> str:
     """``1 file``, ``1,200 files``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def near_pattern(pattern: str, keys: Sequence[str]) -> str:
+    """Words about what looks most like a pattern: whole keys, or what they begin with, up to where it has a wildcard."""
+    head, tail = re.fullmatch(r"([^*?\[]*)(.*)", pattern, re.DOTALL).groups()  # type: ignore[union-attr]
+    heads = dict.fromkeys(key[: found.end()] for key in keys for found in re.finditer(r"[/.]", key))
+    if not tail or not head:
+        return near(pattern, [*(each[:-1] for each in heads), *keys])
+    wanted = head if head[-1] in "/." else f"{head}/"
+    close = get_close_matches(wanted, list(heads), n=1, cutoff=0.6)
+    found = "" if not close else close[0] if wanted == head else close[0][:-1]
+    return f"; did you mean {found + tail!r}?" if close else near(pattern, keys)
 
 
 def number_words(numbers: Iterable[int]) -> str:

@@ -28,6 +28,7 @@ from keepstep.errors import CorruptError, StepExistsError, StepNotFoundError, St
 from keepstep.foreign.shown import ShownStep
 from keepstep.format.box import whole
 from keepstep.format.dtypes import ITEM_BYTES
+from keepstep.format.globs import near
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.objects import ObjectNode, RankRef, join
@@ -96,7 +97,8 @@ def show_file(
     parts = value if _is_state(value) else {component: value}
     absent = [name for name in only if name not in parts]
     if absent:
-        raise UsageError(f"only={', '.join(absent)}: {path} has {', '.join(parts)}")
+        hint = "".join(near(name, list(parts)) for name in absent)
+        raise UsageError(f"only={', '.join(absent)}: {path} has {', '.join(parts)}{hint}")
     parts = {name: part for name, part in parts.items() if not only or name in only}
     if names is not None:
         parts = {name: _named(part, list(names), join("", name)) for name, part in parts.items()}
@@ -181,8 +183,9 @@ def exporting(
     wanted = [component] if component is not None else list(tree if only is None else only)
     absent = [name for name in wanted if name not in tree]
     if absent:
+        hint = "".join(near(name, list(tree)) for name in absent)
         raise StepNotFoundError(
-            f"no component {', '.join(map(repr, absent))} in {storage.url}; it has {', '.join(tree)}"
+            f"no component {', '.join(map(repr, absent))} in {storage.url}; it has {', '.join(tree)}{hint}"
         )
     chosen = {name: _by_position(tree[name]) for name in wanted}
     refused: list[str] = []

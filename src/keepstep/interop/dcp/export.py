@@ -29,6 +29,7 @@ from keepstep.errors import StepExistsError, StorageError, UnsafeValueError, Usa
 from keepstep.foreign.dcp.metadata import METADATA_NAME
 from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
+from keepstep.format.globs import near
 from keepstep.format.layout import TensorSpec, Want, parts
 from keepstep.format.manifest import Manifest
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
@@ -139,7 +140,8 @@ def _flattened(reader: _Reader, only: Sequence[str]) -> tuple[dict[str, Any], di
     tree, _ = read_trees(reader.storage, reader.manifest, 0)
     unknown = sorted(set(only) - set(tree))
     if unknown:
-        raise UsageError(f"{', '.join(unknown)}: the step has {', '.join(tree)}. Nothing was written")
+        hint = "".join(near(name, list(tree)) for name in unknown)
+        raise UsageError(f"{', '.join(unknown)}: the step has {', '.join(tree)}{hint}. Nothing was written")
     refused: list[str] = []
     nested = {
         name: _lowered(reader, node, join("", name), refused) for name, node in tree.items() if not only or name in only

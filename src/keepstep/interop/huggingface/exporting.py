@@ -25,6 +25,7 @@ from keepstep.checkpointer.foreign import FOREIGN, show_to_all
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CheckpointError, MismatchError, StepExistsError, StepNotFoundError, UsageError
 from keepstep.foreign.safetensors.files import TORCH_NAMES, pack_file_header
+from keepstep.format.globs import near
 from keepstep.format.layout import Structure
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.shardfile import digest
@@ -209,13 +210,17 @@ def _planned(source: Storage, manifest: Manifest, wish: Wish, world: int) -> Pla
         raise UsageError(f"max_shard_bytes={wish.max_shard_bytes}: a file needs room for something")
     if wish.dtype is not None and (wish.dtype not in TORCH_NAMES or not torch_dtype(wish.dtype).is_floating_point):
         real = ", ".join(name for name in TORCH_NAMES if torch_dtype(name).is_floating_point)
-        raise UsageError(f"dtype={wish.dtype!r} is none that floating-point tensors can be converted to: {real}")
+        hint = near(wish.dtype, list(TORCH_NAMES))
+        raise UsageError(f"dtype={wish.dtype!r} is none that floating-point tensors can be converted to: {real}{hint}")
     if wish.config_from is not None and not Path(wish.config_from).is_dir():
         raise UsageError(f"config_from={str(wish.config_from)!r} is no folder")
     tree, _ = read_trees(source, manifest, 0)
     if wish.component not in tree:
         gone = " (let go, to keep the weights alone)" if wish.component in manifest.dropped else ""
-        raise StepNotFoundError(f"no component {wish.component!r} in {source.url}{gone}; it has {', '.join(tree)}")
+        hint = near(wish.component, list(tree))
+        raise StepNotFoundError(
+            f"no component {wish.component!r} in {source.url}{gone}; it has {', '.join(tree)}{hint}"
+        )
     node = tree[wish.component]
 
     def plan(most: int) -> Plan:
