@@ -165,6 +165,20 @@ def test_what_each_rank_saved_for_itself_with_torch_is_read(tmp_path):
         ks.load(tmp_path / "d", into=target)
 
 
+def test_what_is_missing_and_what_has_another_size_is_told_by_torch_itself(tmp_path):
+    saved, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    dcp.save({"m": saved}, storage_writer=Writer(tmp_path / "s"), no_dist=True)
+    other.extra = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint"):
+        dcp.load({"m": other}, storage_reader=Reader(tmp_path / "s"), no_dist=True)
+    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"m": other}, storage_reader=Reader(tmp_path / "s"), planner=partly, no_dist=True)
+    assert torch.equal(other.weight, saved.weight)
+    assert torch.equal(other.extra, torch.ones(2))
+    with pytest.raises(CheckpointException, match="Size mismatch between saved"):
+        dcp.load({"m": torch.nn.Linear(2, 3)}, storage_reader=Reader(tmp_path / "s"), no_dist=True)
+
+
 @pytest.mark.slow
 def test_torchs_own_tools_work_with_it(tmp_path, monkeypatch):
     """The conversions, and loads that are led by what is stored alone."""

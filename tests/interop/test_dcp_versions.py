@@ -145,6 +145,12 @@ def test_torchs_calls_read_it_through_ours(version):
     }
     dcp.load(target, storage_reader=Reader(version / "two"), no_dist=True)
     assert_same(target, {"app": states.whole(), "step": 12})
+    # Under the names of its own time, too, when a dictionary of plain values was one value.
+    target = {"values": states.values(), "more": states.containers()}
+    target["values"] |= {"text": "", "rng": torch.zeros(64, dtype=torch.uint8), "ordered": {"b": 0, "a": 0}}
+    dcp.load(target, storage_reader=Reader(version / "one"), no_dist=True)
+    _check_values(target["values"])
+    _check_more(target["more"])
 
 
 @pytest.mark.slow

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from keepstep.checkpointer.foreign import FOREIGN, MAX_MANIFEST_BYTES, show_foreign
+from keepstep.checkpointer.foreign import FOREIGN, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
+from keepstep.commit.catalog import MAX_MANIFEST_BYTES
 from keepstep.errors import CorruptError, MismatchError, UsageError, listed
 from keepstep.foreign.dcp.metadata import parse_metadata
 from keepstep.foreign.dcp.step import show_directory
