@@ -34,6 +34,7 @@ QUESTIONS = [
     "async_saves",
     "boundary",
     "object_store",
+    "share_reads",
     "export",
     "dcp_adapters",
 ]
