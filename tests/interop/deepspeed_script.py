@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Sizes that nothing divides, a tied matrix, a frozen bias, a buffer that changes, and extra state."""
+    """Sizes that nothing divides, one too small for all ranks, a tied and a frozen matrix, a buffer, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,14 @@ class Net(nn.Module):
         self.inner.weight.requires_grad_(False)
         self.again = nn.Linear(5, 7, bias=False)
         self.again.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.seen = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.seen += 1
-        return self.head(self.inner(self.norm(self.embed(x) + self.again(x)).tanh()))
+        return self.head(self.inner(self.norm(self.embed(x) + self.again(x)).tanh())) * self.scale
 
     def get_extra_state(self) -> int:
         return self.seen
@@ -63,7 +64,11 @@ def net(seed: int) -> tuple[Net, torch.optim.AdamW]:
     torch.manual_seed(seed)
     model = Net()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": trained[:3]}, {"params": trained[3:], "weight_decay": 0.0, "lr": 0.02}]
+    groups = [
+        {"params": trained[:1]},
+        {"params": trained[1:4]},
+        {"params": trained[4:], "weight_decay": 0.0, "lr": 0.02},
+    ]
     return model, torch.optim.AdamW(groups, lr=0.01)
 
 

@@ -20,8 +20,8 @@ pytestmark = [
 ]
 EXAMPLE = ROOT / "examples/train_deepspeed.py"
 CHECKS = Path(__file__).with_name("deepspeed_script.py")
-FEW = ["1 fp32", "2 bf16", "3 bf16"]
-MANY = ["0 fp32", "1 fp32", "1 bf16", "1 bf16+fp32", "2 fp32", "2 bf16", "2 fp16", "3 fp32", "3 bf16", "3 fp16"]
+FEW = ["1 fp32", "3 bf16"]
+MANY = [["0 fp32", "1 fp32", "1 bf16", "2 bf16", "3 fp16"], ["1 fp32", "1 bf16+fp32", "2 fp32", "2 fp16", "3 fp32"]]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def check(process, name, folder, *more, ranks):
     process.run(CHECKS, name, folder, *more, folder=folder / "logs", name=name, drill=False, ranks=ranks)
 
 
-@pytest.mark.parametrize("kinds", [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kinds", [FEW, *(pytest.param(kinds, marks=pytest.mark.soak) for kinds in MANY)])
 def test_engines_go_on_exactly_and_on_other_ranks_with_the_same_values(deepspeed, tmp_path, kinds):
     check(deepspeed, "resume", tmp_path / "two", *kinds, ranks=2)
     check(deepspeed, "change", tmp_path / "one", tmp_path / "two", *kinds, ranks=1)
@@ -55,9 +55,9 @@ def test_with_offload_to_the_host_and_where_a_loop_ends_its_updates_by_hand(deep
 @pytest.mark.parametrize(
     ("options", "kills"),
     [
-        (["3", "--bf16"], [9]),
+        (["2", "--bf16"], [9]),
         *(pytest.param([*stage.split()], [9, 19, 25], marks=pytest.mark.soak) for stage in ("0", "1", "2", "3")),
-        *(pytest.param([stage, "--bf16"], [9, 19, 25], marks=pytest.mark.soak) for stage in "12"),
+        *(pytest.param([stage, "--bf16"], [9, 19, 25], marks=pytest.mark.soak) for stage in "13"),
     ],
 )
 def test_the_example_goes_on_after_kills(deepspeed, tmp_path, options, kills):

@@ -104,6 +104,26 @@ def test_an_object_gets_new_memory_for_its_buffers_and_can_fill_them(tmp_path):
         ks.flat(target.buffer, target.pieces).copy_({"w": None, "scale": None})
 
 
+def test_an_object_may_have_its_buffers_filled_in_place(tmp_path):
+    class Owner:
+        def __init__(self, buffer):
+            self.buffer, self.pieces = buffer, packed(0, 18)[1]
+
+        def state_dict(self):
+            return {"m": ks.flat(self.buffer, self.pieces, in_place=True)}
+
+        def load_state_dict(self, given):
+            self.given = {local.data_ptr() for part in given["m"].values() for local in part.locals}
+
+    ks.save(tmp_path / "ck", {"owner": Owner(packed(0, 18)[0])})
+    target = Owner(torch.full((18,), -1.0))
+    ks.load(tmp_path / "ck", into={"owner": target})
+    assert torch.equal(target.buffer, torch.arange(18.0))
+    memory = range(target.buffer.data_ptr(), target.buffer.data_ptr() + 18 * 4)
+    assert target.given
+    assert all(at in memory for at in target.given)
+
+
 def test_moments_of_a_torch_optimizer_go_into_flat_buffers_and_back(tmp_path):
     line = torch.nn.Linear(3, 2)
     adam = torch.optim.Adam(line.parameters(), lr=0.25)

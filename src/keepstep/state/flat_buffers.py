@@ -42,7 +42,9 @@ class FlatPiece:
     offsets: tuple[int, ...] | None = None
 
 
-def flat(buffers: torch.Tensor | Mapping[str, torch.Tensor], pieces: Iterable[FlatPiece]) -> Flat:
+def flat(
+    buffers: torch.Tensor | Mapping[str, torch.Tensor], pieces: Iterable[FlatPiece], *, in_place: bool = False
+) -> Flat:
     """Marks a flat buffer as slices of named parameters, each to be stored under its name.
 
     The result stands in a state: ``{"master": flat(buffer, pieces)}``. Nothing is copied; a load fills the buffer, from
@@ -53,6 +55,8 @@ def flat(buffers: torch.Tensor | Mapping[str, torch.Tensor], pieces: Iterable[Fl
     Args:
         buffers: dense tensors with one dimension.
         pieces: what lies where in them; see ``flat_pieces``.
+        in_place: for what an object's ``state_dict`` returns: a load reads into the buffers, not into new memory that
+            ``load_state_dict`` is to copy from. A load that fails on its way then leaves something of both in them.
 
     Raises:
         UsageError: lists every piece that does not fit its parameter, the buffer, or the other pieces.
@@ -69,7 +73,7 @@ def flat(buffers: torch.Tensor | Mapping[str, torch.Tensor], pieces: Iterable[Fl
             by_name.setdefault(piece.name, []).append(piece)
     held: dict[str, Any] = {}
     for name, here in by_name.items():
-        made = {kind: _boxes_of(buffer, here) for kind, buffer in kinds.items()}
+        made = {kind: _boxes_of(buffer, here, in_place=in_place) for kind, buffer in kinds.items()}
         held[name] = made[""] if single else made
     return Flat(held, frozenset(piece.name for piece in listed))
 
@@ -125,7 +129,7 @@ def _place(
     return shape, shard.shape, held[0].box.offsets if held else (0,) * len(shape)
 
 
-def _boxes_of(buffer: torch.Tensor, pieces: list[FlatPiece]) -> Sharded:
+def _boxes_of(buffer: torch.Tensor, pieces: list[FlatPiece], *, in_place: bool) -> Sharded:
     """One parameter's pieces as views of the buffer, one for each box."""
     views, offsets = [], []
     for piece in pieces:
@@ -135,7 +139,7 @@ def _boxes_of(buffer: torch.Tensor, pieces: list[FlatPiece]) -> Sharded:
             views.append(buffer[at : at + box.elements].view(box.sizes))
             offsets.append(tuple(a + b for a, b in zip(inside, box.offsets, strict=True)))
             at += box.elements
-    return Sharded(tuple(views), pieces[0].global_shape or pieces[0].shape, tuple(offsets))
+    return Sharded(tuple(views), pieces[0].global_shape or pieces[0].shape, tuple(offsets), in_place)
 
 
 def _problems(buffers: Mapping[str, torch.Tensor], pieces: list[FlatPiece]) -> list[str]:

@@ -90,12 +90,14 @@ class PerRank:
 class Sharded:
     """Local tensors that are boxes of one global tensor. Made by ``sharded``, with one box, and ``flat``.
 
-    ``locals`` holds at least one tensor; ``starts`` says of each where its box begins, in elements.
+    ``locals`` holds at least one tensor; ``starts`` says of each where its box begins, in elements. With ``in_place`` a load
+    of an object, whose state this is a part of, reads into these tensors instead of new ones.
     """
 
     locals: tuple[torch.Tensor, ...]
     global_shape: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
+    in_place: bool = False
 
     @property
     def local(self) -> torch.Tensor:
@@ -108,14 +110,17 @@ class Sharded:
         return self.starts[0]
 
     def empty_like(self, dtype: torch.dtype) -> Sharded:
-        """The same boxes in new memory."""
+        """The same boxes in new memory; where they are read in place, and the dtype is theirs, this one itself."""
+        if self.in_place and dtype == self.local.dtype:
+            return self
         made = tuple(torch.empty_like(local, dtype=dtype) for local in self.locals)
         return Sharded(made, self.global_shape, self.starts)
 
     def copy_(self, other: Sharded) -> None:
         """Takes the elements of another one with the same boxes, converted where the dtype differs."""
         for local, source in zip(self.locals, other.locals, strict=True):
-            local.copy_(source)
+            if local.data_ptr() != source.data_ptr() or local.device != source.device:
+                local.copy_(source)
 
 
 class Flat(dict[str, Any]):

@@ -14,14 +14,14 @@ import torch
 
 from keepstep.errors import MismatchError, UsageError
 from keepstep.interop.deepspeed.buffers import Buffer, buffers, divided, frozen, microbatches
-from keepstep.state import Flat, flat
+from keepstep.state import Flat, Sharded, flat
 from keepstep.state.module import is_extra_state, module_state, parameter_names, unwrap
 from keepstep.state.optimizer import OptimizerView, apply_groups, match_groups
 
 __all__ = ["Counts", "Moments", "Weights"]
 
 COUNTS = ("global_steps", "global_samples", "skipped_steps")
-_AGAIN = "The optimizer is as it was; components before it hold the restored state: load again before going on."
+_AGAIN = "Weights, and state that the optimizer has already, hold what was saved: load again before going on."
 SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -79,7 +79,7 @@ class Weights:
         held: dict[str, Any] = {}
         known: set[str] = set()
         for buffer in buffers(self._engine):
-            part = flat(buffer.weights.detach(), buffer.pieces)
+            part = flat(buffer.weights.detach(), buffer.pieces, in_place=True)
             held.update(part)
             known |= part.names
         first = parameter_names(module)
@@ -141,7 +141,7 @@ class Moments:
         begun = any(self._optimizer.state.get(buffer.weights) for buffer in here)
         for buffer in here:
             rows, numbers = self._kinds(buffer)
-            held = flat(rows, buffer.pieces) if rows else {}
+            held = flat(rows, buffer.pieces, in_place=True) if rows else {}
             # A number stands beside every parameter, as torch has it. Each is asked for once: it may be on a device.
             beside = {kind: float(value) for kind, value in numbers.items()}
             for kinds in held.values():
@@ -156,10 +156,10 @@ class Moments:
         return tree if begun else {**tree, "begun": False}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Fills the buffers and sets the fields of groups.
+        """Takes over what was read into the buffers, and sets the fields of groups.
 
         Raises:
-            MismatchError: lists parameters, kinds of state and fields of groups that do not fit; the optimizer is unchanged.
+            MismatchError: lists parameters, kinds of state and fields of groups that do not fit.
             UsageError: as for ``state_dict``.
         """
         here = buffers(self._engine)
@@ -169,16 +169,15 @@ class Moments:
         saved = {name for group in given["param_groups"] for name in group["params"]}
         problems += [f"{name}: in no saved group" for names in view.group_names for name in names if name not in saved]
         begun = given.get("begun", True) and bool(given["state"])
-        made = [self._kinds(buffer) if begun else ({}, {}) for buffer in here]
-        for buffer, (rows, numbers) in zip(here, made, strict=True):
-            problems += _misfits(buffer, rows.keys() | numbers.keys(), set(numbers), given["state"]) if begun else []
+        for buffer in here if begun else []:
+            problems += _misfits(buffer, self._alike(buffer), given["state"])
         if problems:
             raise MismatchError("the optimizer was saved otherwise:", problems, _AGAIN)
-        for buffer, (rows, numbers) in zip(here, made, strict=True):
-            if not begun:
+        for buffer in here:
+            if begun:
+                self._take(buffer, given["state"])
+            else:
                 self._optimizer.state.pop(buffer.weights, None)
-            elif rows or numbers:
-                self._optimizer.state[buffer.weights] = _filled(buffer, rows, numbers, given["state"])
         apply_groups(view, fields)
         if hasattr(self._engine.optimizer, "_hp_optimizer_states_linked"):
             # Views of this state for the engine's own tools: made anew after the next update.
@@ -191,70 +190,82 @@ class Moments:
             names[buffer.group].extend(piece.name for piece in buffer.pieces)
         return names
 
+    def _take(self, buffer: Buffer, given: Mapping[str, Any]) -> None:
+        """Gives a buffer the state that was saved of its parameters; one of padding alone gets a state of zeros."""
+        names = _held(buffer)
+        saved = given[names[0]] if names else {}
+        live: dict[str, Any] = self._optimizer.state.get(buffer.weights) or self._begin(buffer, saved)
+        rows = {kind: live[kind] for kind, value in saved.items() if isinstance(value, Sharded)}
+        if rows:
+            # Nothing is copied of what was read in place.
+            held = flat(rows, buffer.pieces)
+            held.copy_({name: {kind: given[name][kind] for kind in rows} for name in held})
+        for kind in saved.keys() - rows.keys():
+            number, value = live[kind], float(saved[kind])
+            live[kind] = number.fill_(value) if isinstance(number, torch.Tensor) else type(number)(value)
+        if live:
+            self._optimizer.state[buffer.weights] = live
+
+    def _begin(self, buffer: Buffer, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A first state for a buffer: of the memory that ``state_dict`` has made for it, where a load has filled that."""
+        bases = {kind: part.locals[0]._base for kind, part in saved.items() if isinstance(part, Sharded)}
+        filled = {kind: base for kind, base in bases.items() if base is not None and base.shape == buffer.weights.shape}
+        if bases and len(filled) == len(bases):
+            return {kind: filled.get(kind, value) for kind, value in self._alike(buffer).items()}
+        rows, numbers = self._kinds(buffer)
+        return {**rows, **numbers}
+
+    def _alike(self, buffer: Buffer) -> dict[str, Any]:
+        """The state of a buffer; before the first update that of a single weight, found out with an optimizer of its own."""
+        live: dict[str, Any] | None = self._optimizer.state.get(buffer.weights)
+        if not live:
+            kind = type(self._optimizer)
+            probe = torch.nn.Parameter(torch.zeros_like(buffer.weights[:1]))
+            probe.grad = torch.zeros_like(probe)
+            try:
+                alone = kind([{**self._optimizer.param_groups[buffer.group], "params": [probe]}])  # type: ignore[call-arg]
+                alone.step()
+            except (TypeError, ValueError, RuntimeError, AttributeError) as err:
+                raise UsageError(
+                    f"{kind.__name__} has no state before its first update, and none could be foreseen: {err}"
+                ) from err
+            live = alone.state[probe]
+        return {kind: value for kind, value in live.items() if value is not None}
+
     def _kinds(self, buffer: Buffer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The state of a buffer: what has an element for each weight, and what is one number, such as the step."""
-        live = self._optimizer.state.get(buffer.weights) or self._foreseen(buffer)
-        kinds = {kind: value for kind, value in live.items() if value is not None}
-        rows = {
-            kind: value
-            for kind, value in kinds.items()
-            if isinstance(value, torch.Tensor) and value.shape == buffer.weights.shape and value.dim()
-        }
-        rest = {kind: value for kind, value in kinds.items() if kind not in rows}
-        strange = [kind for kind, value in rest.items() if not _is_number(value)]
+        alike = self._alike(buffer)
+        numbers = {kind: value for kind, value in alike.items() if _is_number(value)}
+        rows = {kind: value for kind, value in alike.items() if kind not in numbers}
+        if not self._optimizer.state.get(buffer.weights):
+            rows = {kind: torch.zeros_like(buffer.weights, dtype=value.dtype) for kind, value in rows.items()}
+            numbers = {kind: value * 0 for kind, value in numbers.items()}
+        strange = [kind for kind, value in rows.items() if getattr(value, "shape", None) != buffer.weights.shape]
         if strange:
             name = type(self._optimizer).__name__
             raise UsageError(
                 f"the state {', '.join(strange)} of {name} has no element for each weight: cannot be named"
             )
-        return rows, rest
-
-    def _foreseen(self, buffer: Buffer) -> dict[str, Any]:
-        """The kinds of state that this optimizer will have, found out with one weight of its own."""
-        probe = torch.nn.Parameter(torch.zeros_like(buffer.weights[:1]))
-        probe.grad = torch.zeros_like(probe)
-        try:
-            optimizer = type(self._optimizer)([{**self._optimizer.param_groups[buffer.group], "params": [probe]}])  # type: ignore[call-arg]
-            optimizer.step()
-        except (TypeError, ValueError, RuntimeError, AttributeError) as err:
-            name = type(self._optimizer).__name__
-            raise UsageError(f"{name} has no state before its first update, and none could be foreseen: {err}") from err
-        return {
-            kind: torch.zeros_like(buffer.weights, dtype=value.dtype)
-            if isinstance(value, torch.Tensor) and value.dim()
-            else value * 0
-            for kind, value in optimizer.state[probe].items()
-            if value is not None
-        }
+        return rows, numbers
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
-def _misfits(buffer: Buffer, kinds: set[str], numbers: set[str], given: Mapping[str, Any]) -> Iterator[str]:
+def _held(buffer: Buffer) -> list[str]:
+    """The parameters that a buffer holds something of."""
+    return list(dict.fromkeys(piece.name for piece in buffer.pieces if piece.elements))
+
+
+def _misfits(buffer: Buffer, kinds: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
     """What was saved otherwise than this buffer has it."""
-    names = dict.fromkeys(piece.name for piece in buffer.pieces if piece.elements)
+    names = _held(buffer)
     for name in names:
         there = given.get(name, {}).keys()
-        if there != kinds:
+        if there != kinds.keys():
             yield f"{name}: saved with the state {sorted(there)}, the optimizer has {sorted(kinds)}"
-    for kind in numbers:
+    for kind in (kind for kind, value in kinds.items() if _is_number(value)):
         values = {float(given[name][kind]) for name in names if kind in given.get(name, {})}
         if len(values) > 1:
             yield f"{kind}: {sorted(values)} in parameters that share one buffer: {', '.join(names)}"
-
-
-def _filled(
-    buffer: Buffer, rows: dict[str, torch.Tensor], numbers: dict[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The state of a buffer with the saved values in it."""
-    kinds = {**rows, **numbers}
-    held = flat(rows, buffer.pieces) if rows else Flat({}, frozenset())
-    held.copy_({name: {kind: given[name][kind] for kind in rows} for name in held})
-    # A buffer of padding alone, on the last of many ranks, changes nothing: there numbers stay.
-    for name in list(held)[:1]:
-        for kind, live in numbers.items():
-            value = float(given[name][kind])
-            kinds[kind] = live.fill_(value) if isinstance(live, torch.Tensor) else type(live)(value)
-    return kinds
