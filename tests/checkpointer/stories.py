@@ -384,6 +384,29 @@ def load_schedules(folder, layout):
         assert_same(weights(told), weights(by_hand))
 
 
+def load_scheduled_grown(folder, layout):
+    """A group more than there was: its rates are nowhere in the step."""
+    for kind in SCHEDULERS:
+        torch.manual_seed(23)
+        grown = state_of(layout, 23, groups=biases_and_head_apart, head=True)
+        state = {**grown, "scheduler": SCHEDULERS[kind](grown["optimizer"])}
+        before = copy.deepcopy(state["scheduler"].state_dict())
+        there = {"only": ["model", "optimizer", "scheduler"], "allow_missing": ["model/head.*"]}
+        with pytest.raises(MismatchError) as caught:
+            ks.load(f"{folder}/schedule.{kind}", state, **there)
+        inner = getattr(state["scheduler"], "_schedulers", None)
+        paths = ["scheduler"] if inner is None else [f"scheduler/_schedulers/{number}" for number in range(len(inner))]
+        text = "saved for 2 parameter groups, the optimizer has 3 (override= sets 3 values)"
+        assert caught.value.mismatches == tuple(f"{path}/base_lrs: {text}" for path in paths)
+        assert_same(state["scheduler"].state_dict(), before)
+        ks.load(f"{folder}/schedule.{kind}", state, override={"**/base_lrs": [0.7, 0.1, 0.3]}, **there)
+        assert all(one.base_lrs == [0.7, 0.1, 0.3] for one in (inner or [state["scheduler"]]))
+        assert (inner or [state["scheduler"]])[0].last_epoch == 2
+        step(state)
+        state["scheduler"].step()
+        assert len(state["scheduler"].get_last_lr()) == 3
+
+
 # --- an embedding that has grown ------------------------------------------------------------------------------------
 
 
@@ -447,6 +470,7 @@ STORIES = {
     "teacher": (save_one_and_both, load_both_and_one),
     "renumbered": (save_deep, load_every_other),
     "schedules": (save_schedules, load_schedules),
+    "schedules of more groups": (save_schedules, load_scheduled_grown),
     "embedding": (save_embedding, load_embedding),
     "embedding that may": (save_embedding, load_embedding_anyway),
 }
