@@ -138,6 +138,7 @@ def test_there_and_back_it_is_the_same_for_plain_torch(version, tmp_path, name):
         assert json.loads(ran.output)
 
 
+@pytest.mark.case(125)
 def test_torchs_calls_read_it_through_ours(version):
     target: dict[str, Any] = {
         "app": {name: torch.zeros_like(value) for name, value in states.whole().items()},
