@@ -137,7 +137,7 @@ class Checkpoint(Closing, Mapping[str, torch.Tensor]):
         return read_trees(self._storage, self.manifest, rank)
 
     def own_of(self, rank: int) -> dict[str, Any]:
-        """The plain values that this rank saved for itself, by key, with references for its tensors; empty where it has none."""
+        """What this rank saved for itself, by key, with references for its tensors; empty where it has nothing."""
         self._check_open()
         if all(record.rank != rank for record in self.manifest.files.get(STATE_FOLDER, ())):
             return {}
