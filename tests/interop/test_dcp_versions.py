@@ -25,7 +25,7 @@ from tests.helpers.same import assert_same, bits
 from tests.interop.written import states
 
 HERE = Path(__file__).parent / "written"
-VERSIONS = ["2.3.1", "2.6.0", "2.9.1"]
+VERSIONS = ["2.3.1", "2.6.0", "2.9.1", "2.14.1"]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
