@@ -354,7 +354,7 @@ class TreeBinder(ABC):
             if layout.boxes is None and view.shape != part.box.sizes:
                 for dim, (start, size) in enumerate(zip(part.local, part.box.sizes, strict=True)):
                     view = view.narrow(dim, start, size)
-            box, view = _common(part.box, ref.shape, view) if cut else (part.box, view)
+            box, view = _overlap(part.box, ref.shape, view) if cut else (part.box, view)
             self.wants.append(Want(key, box, view.is_contiguous()))
             self.targets.append(view)
         return True
@@ -379,7 +379,7 @@ def _like(target: Any, dtype: torch.dtype, *, filled: bool) -> Any:
     return target.detach().to(dtype, copy=True) if filled else torch.empty_like(target, dtype=dtype)
 
 
-def _common(box: Box, shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, torch.Tensor]:
+def _overlap(box: Box, shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, torch.Tensor]:
     """The part of a box that lies in a tensor of this shape, and of the memory that holds the box."""
     inner = box.intersect(whole(shape))
     if inner is None:
