@@ -15,6 +15,7 @@ import keepstep as ks
 from keepstep.checkpointer.opened import Checkpoint
 from keepstep.cli import comparing
 from keepstep.cli.words import number_words
+from keepstep.move.reader import read_pieces
 from tests.cli.test_commands import call
 from tests.interop import dcp_checks
 
@@ -123,6 +124,33 @@ def test_memory_is_that_of_two_parts(tmp_path, monkeypatch):
     assert (line["elements"], line["max"]) == (0, 0.0)
     assert len(sizes) == 2 * (1 << 17) // (1 << 12)
     assert max(sizes) <= 1 << 12
+
+
+def test_many_small_tensors_are_read_together(tmp_path, monkeypatch):
+    state = {"m": {f"w{number}": torch.full((10,), float(number)) for number in range(300)}}
+    ks.save(tmp_path / "a", state)
+    state["m"]["w7"] = torch.zeros(2000)
+    state["m"]["w8"] = torch.empty(0)
+    state["m"]["w9"] = state["m"]["w9"] + 1
+    ks.save(tmp_path / "b", state)
+    calls = []
+    for module in ("keepstep.checkpointer.opened", "keepstep.interop.dcp.export"):
+        monkeypatch.setattr(
+            f"{module}.read_pieces", lambda *a, **k: calls.append(len(k["wants"])) or read_pieces(*a, **k)
+        )
+    found = facts("diff", tmp_path / "a", tmp_path / "b", status=1)
+    assert [(line["key"], line["elements"]) for line in found["tensors"]] == [
+        ("m/w7", None),
+        ("m/w8", None),
+        ("m/w9", 10),
+    ]
+    assert (len(calls), found["equal"]) == (4, 297)
+    calls.clear()
+    call("convert", tmp_path / "b", tmp_path / "dcp", "--to", "dcp")
+    assert len(calls) == 1
+    assert facts("diff", tmp_path / "b", tmp_path / "dcp")["equal"] == 300
+    monkeypatch.setattr(comparing, "PART_BYTES", 400)
+    assert facts("diff", tmp_path / "a", tmp_path / "b", status=1)["tensors"] == found["tensors"]
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from keepstep.checkpointer.opened import Checkpoint
 from keepstep.cli.contents import PART_BYTES, shown
@@ -161,11 +160,13 @@ def compare(a: Checkpoint, b: Checkpoint, only: list[str], errors: Console) -> C
     tensors, values = [], []
     with bar_of(errors) as bar:
         task = bar.add_task("comparing", total=sum(_bytes(a, key) for key in both))
-        for key in both:
-            difference = _compare(a, b, key, bar)
-            if difference is not None:
-                tensors.append(difference)
-            bar.update(task, advance=_bytes(a, key) if a.shape(key) != b.shape(key) else 0)
+        for group in _groups(a, b, both):
+            # Small ones are read together: each read opens files, and looks for its tensors among all.
+            read = [step.together(group) for step in (a, b)] if len(group) > 1 else None
+            for key in group:
+                difference = _compare(a, b, key, read)
+                tensors.extend([difference] if difference is not None else [])
+                bar.update(task, advance=_bytes(a, key))
         own = _compare_ranks(a, b, of_ranks, globs)
     for key in (key for key in dict.fromkeys((*plain[0], *plain[1])) if globs.takes(key)):
         sides = [key in each for each in plain]
@@ -198,18 +199,37 @@ def _check_patterns(globs: Globs, everything: list[str]) -> None:
         raise UsageError(f"--only {' '.join(idle)}: no key of either step fits{hints}")
 
 
-def _compare(a: Checkpoint, b: Checkpoint, key: str, bar: Progress) -> TensorDifference | None:
-    """How one tensor differs; None where it does not."""
+def _groups(a: Checkpoint, b: Checkpoint, keys: list[str]) -> Iterator[list[str]]:
+    """Keys of as many tensors as are read together; a large one is alone, and so is one of two shapes."""
+    group: list[str] = []
+    size = 0
+    for key in keys:
+        more = max(_bytes(a, key), _bytes(b, key))
+        if group and (size + more > PART_BYTES or a.shape(key) != b.shape(key)):
+            yield group
+            group, size = [], 0
+        group.append(key)
+        size += more if a.shape(key) == b.shape(key) else PART_BYTES + 1
+    if group:
+        yield group
+
+
+def _compare(
+    a: Checkpoint, b: Checkpoint, key: str, read: list[dict[str, torch.Tensor]] | None
+) -> TensorDifference | None:
+    """How one tensor differs; None where it does not. Those that were not ``read`` are, a part at a time."""
     dtypes, shapes = (a.spec(key).dtype, b.spec(key).dtype), (a.shape(key), b.shape(key))
     if shapes[0] != shapes[1]:
         return TensorDifference(key, dtypes, shapes)
     tally = _Tally()
     # Parts of as many elements on both sides.
     elements = PART_BYTES // max(ITEM_BYTES[dtype] for dtype in dtypes)
-    both = (step.parts(key, elements * ITEM_BYTES[dtype]) for step, dtype in zip((a, b), dtypes, strict=True))
+    if read is not None:
+        both: Any = ([each[key].flatten()] if each[key].numel() else [] for each in read)
+    else:
+        both = (step.parts(key, elements * ITEM_BYTES[dtype]) for step, dtype in zip((a, b), dtypes, strict=True))
     for mine, theirs in zip(*both, strict=True):
         tally.add(mine, theirs)
-        bar.advance(bar.task_ids[0], mine.numel() * mine.element_size())
     found: TensorDifference | None = tally.difference(key, (dtypes[0], shapes[0]), (dtypes[1], shapes[1]))
     return found
 

@@ -30,7 +30,7 @@ from keepstep.foreign.dcp.metadata import METADATA_NAME
 from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.globs import near
-from keepstep.format.layout import TensorSpec, Want, parts
+from keepstep.format.layout import Structure, TensorSpec, Want, parts
 from keepstep.format.manifest import Manifest
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, join
 from keepstep.move.reader import read_pieces
@@ -43,6 +43,7 @@ __all__ = ["exporting"]
 
 CHUNK_BYTES = 1 << 24
 """A piece that is larger is written as several chunks: torch reads a chunk whole, and so does this."""
+TOGETHER_BYTES = 1 << 22
 _OWN = (
     "every rank has a value of its own under it, and a DCP checkpoint has one for all. Leave it out: name what is to be"
     " written, as only= or --only"
@@ -109,6 +110,30 @@ class _Reader:
         pieces = find_pieces(self.manifest.structure, [want], -1) if target.numel() else []
         read_pieces(self.storage, self.manifest, pieces, wants=[want], targets=[target])
         return target
+
+    def boxes(self, wanted: Sequence[tuple[TensorSpec, Box]]) -> Iterator[torch.Tensor]:
+        """Parts of tensors, proved; small ones are read together: each read opens files, and takes its time."""
+        group: list[tuple[TensorSpec, Box]] = []
+        size = 0
+        for spec, box in wanted:
+            more = box.elements * ITEM_BYTES[spec.dtype]
+            if group and size + more > TOGETHER_BYTES:
+                yield from self._together(group)
+                group, size = [], 0
+            group.append((spec, box))
+            size += more
+        yield from self._together(group)
+
+    def _together(self, group: Sequence[tuple[TensorSpec, Box]]) -> Iterator[torch.Tensor]:
+        targets = [torch.empty(box.sizes, dtype=torch_dtype(spec.dtype), device="cpu") for spec, box in group]
+        some = [(Want(spec.key, box), t) for (spec, box), t in zip(group, targets, strict=True) if box.elements]
+        wants, filled = [want for want, _ in some], [target for _, target in some]
+        tensors = tuple({spec.key: spec for spec, _ in group}.values())
+        pieces = find_pieces(Structure(self.manifest.meshes, self.manifest.layouts, tensors), wants, -1)
+        read_pieces(self.storage, self.manifest, pieces, wants=wants, targets=filled)
+        del some, filled
+        while targets:
+            yield targets.pop(0)
 
     def stored(self, key: str) -> str:
         """The key under which a tied one is stored."""
@@ -201,8 +226,9 @@ def _write_tensors(reader: _Reader, flat: Mapping[str, Any], written: _Written) 
         total = sum(box.elements * ITEM_BYTES[spec.dtype] for spec, box in boxes)
         with written.target.create(name, total) as upload:
             at = 0
-            for spec, box in boxes:
-                data = _saved(reader.box(spec.key, spec.dtype, box))
+            for (spec, box), part in zip(boxes, reader.boxes(boxes), strict=True):
+                data = _saved(part)
+                del part
                 upload.write_at(at, data)
                 for each in names[spec.key]:
                     _add_chunk(written, each, box, _StorageInfo(name, at, len(data)))
