@@ -16,6 +16,7 @@ from keepstep.storage.base import Storage
 __all__ = ["FailureCount", "Percentiles", "Stats", "print_stats", "read_stats"]
 
 PIPED_COLUMNS = 10_000
+FEWEST_COLUMNS = 80
 MEASURED = ("stall_s", "staged_s", "durable_s", "bytes_per_s")
 _WORDS = {"stall_s": "stall", "staged_s": "staged", "durable_s": "durable", "bytes_per_s": "rate"}
 
@@ -103,6 +104,8 @@ def print_stats(stats: Stats, console: Console) -> None:
 def _print_saves(stats: Stats, console: Console) -> None:
     if not console.is_terminal:
         console.width = PIPED_COLUMNS
+    # A number of which the end is missing is worse than a line that the terminal breaks.
+    console.width = max(console.width, FEWEST_COLUMNS)
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     for name in ("step", "", "size", "stall", "staged", "durable", "write", "commit", "slowest", "rate"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
