@@ -49,7 +49,7 @@ def test_validation_workers_and_updates_of_several_batches(torchtitan, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", ["goes_on", "taken_over", "elsewhere", "last_steps", "seeds", "refusals", "ends", "parts"]
+    "name", ["goes_on", "taken_over", "elsewhere", "last_steps", "seeds", "refusals", "ends", "parts", "sent_late"]
 )
 def test_checks(torchtitan, tmp_path, name):
     torchtitan.run(KINDS, name, folder=tmp_path, name="check", drill=False)

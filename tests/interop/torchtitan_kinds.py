@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from tests.interop import torchtitan_on_cpu
 
 torchtitan_on_cpu.prepare()
 
 from safetensors import safe_open  # noqa: E402
+from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.optimizer import ParamGroupConfig  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
@@ -30,6 +34,7 @@ from train_torchtitan import small  # noqa: E402
 import keepstep as ks  # noqa: E402
 from keepstep.errors import CheckpointError, MismatchError, StepNotFoundError, UsageError  # noqa: E402
 from keepstep.interop.torchtitan import Checkpointer  # noqa: E402
+from keepstep.interop.torchtitan.parts import LoaderPlace  # noqa: E402
 
 
 def validated() -> Trainer.Config:
@@ -387,7 +392,57 @@ def parts() -> None:
     assert there("loop") == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
 
 
-ALONE = (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, ends, parts, paged)
+class Late:
+    """Something in a batch that is sent only when the data set has gone on, and its state after it."""
+
+    def __init__(self, gone_on: threading.Event) -> None:
+        self._gone_on = gone_on
+
+    def __reduce__(self) -> Any:
+        assert self._gone_on.wait(60)
+        return (int, ())
+
+
+class Filling(IterableDataset[Any]):
+    """It gives the list that it fills, as those of torchtitan do."""
+
+    def __init__(self) -> None:
+        self.buffer: list[int] = []
+
+    def __iter__(self) -> Any:
+        gone_on = threading.Event()
+        for number in range(4):
+            self.buffer.extend([number, number])
+            gone_on.set()
+            gone_on = threading.Event()
+            self.buffer = self.buffer[1:]
+            yield number, Late(gone_on)
+        gone_on.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buffer = state["buffer"]
+
+
+def sent_late() -> None:
+    """A worker's state is that of its batch, however late it is sent; without a copy it is that of a later one."""
+    found = {}
+    for kept in (False, True):
+        loader = ParallelAwareDataloader(Filling(), 0, 1, num_workers=1, batch_size=None, prefetch_factor=2)
+        if kept:
+            LoaderPlace(loader)
+        batches = iter(loader)
+        assert next(batches)[0] == 0
+        state = StatefulDataLoader.state_dict(loader)
+        [worker] = state["_snapshot"]["_worker_snapshots"].values()
+        found[kept] = worker["dataset_state"]["buffer"]
+        loader._iterator._shutdown_workers()
+    assert found == {False: [0, 1, 1], True: [0]}
+
+
+ALONE = (goes_on, taken_over, elsewhere, last_steps, seeds, refusals, ends, parts, paged, sent_late)
 CHECKS = {one.__name__: one for one in (*ALONE, spread, gathered, staged, unstaged)}
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from keepstep.errors import MismatchError
 from keepstep.interop.positions import DataPlace, data_place
 from keepstep.state import Coordinates, per_rank
 
-__all__ = ["Feed", "Listener", "LoaderPlace", "ModelParts", "Progress", "place_of"]
+__all__ = ["CopiedState", "Feed", "Listener", "LoaderPlace", "ModelParts", "Progress", "place_of"]
 
 
 class Listener(Protocol):
@@ -94,6 +95,8 @@ class LoaderPlace:
     def __init__(self, loader: ParallelAwareDataloader) -> None:
         self._loader = loader
         self.num_workers, self.dataset = loader.num_workers, loader.dataset
+        if self.num_workers and hasattr(self.dataset, "state_dict"):
+            self.dataset.state_dict = CopiedState(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Which rank of how many, and where it stands."""
@@ -129,6 +132,21 @@ class LoaderPlace:
 
     def _is_of(self, state: dict[str, Any]) -> bool:
         return _rank_of(state) == self._rank
+
+
+class CopiedState:
+    """A data set's state_dict in a worker, which is sent by a thread while the data set goes on.
+
+    torchtitan's data sets give the lists that they fill: what arrived could be of a later batch, and a run resumed from
+    there saw samples twice.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self) -> Any:
+        """As it is now."""
+        return copy.deepcopy(type(self._dataset).state_dict(self._dataset))
 
 
 class ModelParts(nn.Module):
