@@ -58,9 +58,9 @@ def test_every_format_has_the_same_tree(places, made):
     assert sorted(layer["dtypes"]) == ["bfloat16", "float32"]
     assert lines["model/layers"]["tensors"] == 2 * LAYERS + 1
     assert lines["model/layers"]["bytes"] == LAYERS * 96 + 32
-    assert lines["model/embed.weight"] | {"layout": "", "share": 0} == {
+    assert lines["model/embed.weight"] | {"share": 0} == {
         "key": "model/embed.weight", "name": "weight", "depth": 3, "tensors": 1, "bytes": 160, "share": 0, "ranks": 1,
-        "dtypes": ["float32"], "shape": [10, 4], "layout": "", "pieces": 1, "same_as": None,
+        "dtypes": ["float32"], "shape": [10, 4], "layout": "whole on rank 0", "pieces": 1, "same_as": None,
     }  # fmt: skip
     total = sum(line["bytes"] for line in facts["tree"] if line["depth"] == 1)
     assert lines["model"]["share"] == pytest.approx(lines["model"]["bytes"] / total, abs=1e-6)

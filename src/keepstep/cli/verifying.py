@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Column
 
 from keepstep.check.run import verify_run
 from keepstep.check.verify import Problem, Verified, exit_status, verify
@@ -176,7 +177,14 @@ def _run(storage: Storage, name: str, errors: Console) -> StepResult:
 def bar_of(errors: Console | None = None) -> Progress:
     """A bar of bytes on the error stream that goes away at its end; nothing where that is no terminal."""
     errors = errors or Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    # A long key leaves room for the bar.
+    named = Column(no_wrap=True, overflow="ellipsis", max_width=max(16, errors.width // 3))
+    columns = (
+        TextColumn("{task.description}", table_column=named),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 import msgspec
 
+from keepstep.format.box import whole
 from keepstep.format.globs import near
 from keepstep.format.layout import Layout, Mesh, parts
 
@@ -135,6 +136,8 @@ def number_words(numbers: Iterable[int]) -> str:
 def layout_words(layout: Layout, meshes: tuple[Mesh, ...]) -> str:
     """How a tensor is cut: ``whole on rank 3``, ``dim 0 in 4 (S)``, ``dim 0 in 2 (S), dim 1 in 2 (B)``."""
     if layout.boxes is not None:
+        if len(layout.boxes) == 1 and layout.boxes[0][1] == whole(layout.shape):
+            return f"whole on rank {layout.boxes[0][0]}"
         return plural(len(layout.boxes), "box").replace("boxs", "boxes") + " (listed)"
     mesh = meshes[layout.mesh]
     cuts = []
