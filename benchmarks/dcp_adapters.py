@@ -2,8 +2,8 @@
 
 The same calls, the same state, the same process: only the storage writer and reader differ. 2 GiB in 64 tensors on one rank,
 and on two ranks as DTensors split by rows; then 2,000 small ones. Every save goes to a fresh directory and is durable;
-loads are from the page cache. Beside them what no writer and no reader can do without: torch's planning, with a writer that writes
-nothing and a reader that reads nothing; and the bytes alone, as the raw limit moves them.
+loads are from the page cache. Beside them what no writer and no reader can do without: torch's planning, with a writer that
+writes nothing and a reader that reads nothing; and the bytes alone, as the raw limit moves them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ flushing happen outside.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -164,6 +165,8 @@ def play(context: Context, entries: Iterable[Entry]) -> dict[str, list[float]]:
     for turn in range(context.rounds + 1):
         for entry in entries:
             entry.before()
+            # A full collection takes as long as a small save, and into whose call it falls is chance.
+            gc.collect()
             elapsed = context.timed(entry.work)
             context.barrier()
             entry.after()

@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from keepstep.checkpointer.foreign import FOREIGN, show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
+from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
 from keepstep.errors import CorruptError, MismatchError, UsageError, listed
 from keepstep.foreign.dcp.metadata import parse_metadata
@@ -100,6 +101,7 @@ class Reader(StorageReader):
         self._step = None
         self.load_id = secrets.token_hex(8)
 
+    @no_collection()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The step in torch's words: each tensor as one chunk, whatever pieces it lies in.
 
@@ -144,6 +146,7 @@ class Reader(StorageReader):
             _log.warning("%s: not asked for, and not loaded:%s", step.storage.url, listed(unread))
         return plans
 
+    @no_collection()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills what this rank asks for. All of it is there on return.
 

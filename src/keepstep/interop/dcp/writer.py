@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from keepstep.checkpointer.saving import file_heads
+from keepstep.checkpointer.saving import file_heads, no_collection
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError, StorageError, UsageError
 from keepstep.format.box import Box, whole
@@ -155,6 +155,7 @@ class Writer(StorageWriter):
         """The plan as it is."""
         return plan if self._torchs is None else self._torchs.prepare_local_plan(plan)
 
+    @no_collection()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begins the attempt, on the coordinator, and tells every rank of it.
 
@@ -203,9 +204,11 @@ class Writer(StorageWriter):
                 save_id = read_blob(storage, ATTEMPT_NAME, 64).decode()
         self._save_id = save_id
         origin = Origin(save_id, self._number(), 0 if self._alone else told.rank)
-        values, raw = values_of(plan, planner)
-        tensors = _Tensors(plan, planner, told.folders, values, apart=self._alone)
-        receipt = _write(storage, tensors.files(), origin, cast(Any, tensors), {})
+        with no_collection():
+            values, raw = values_of(plan, planner)
+            tensors = _Tensors(plan, planner, told.folders, values, apart=self._alone)
+            files = tensors.files()
+        receipt = _write(storage, files, origin, cast(Any, tensors), {})
         written = Written(receipt, tuple(tensors.saved), tensors.names, tensors.values, seen_by(planner), raw)
         size = {index: box.elements * ITEM_BYTES[saved.dtype] for index, (saved, box) in tensors.by_index.items()}
         results = [WriteResult(item.index, size.get(item.index, 1), None) for item in plan.items]
@@ -224,26 +227,29 @@ class Writer(StorageWriter):
             self._torchs.finish(metadata, results)
             return
         storage = self._storage()
-        told = [msgspec.msgpack.decode(each[-1].storage_data, type=Written) for each in results]
-        save_id = told[0].receipt.save_id
-        stored, parts = parts_apart(metadata) if self._alone else (metadata, ())
-        manifest, refs = manifest_of(told, stored, save_id=save_id, step=self._number(), exclusive=storage.exclusive)
-        tree, notes = tree_of(told, stored, refs, parts)
-        extras: dict[str, bytes | torch.Tensor] = {TREE_NAME: encode(tree)}
-        described = (Extra(TREE_NAME, "uint8", (len(extras[TREE_NAME]),)),)
-        empty = msgspec.structs.replace(manifest.structure, layouts=(), tensors=())
-        files = rank_files(empty, 0, live_index=None, extras=described)
-        last = _write(storage, files, Origin(save_id, manifest.step, 0), (), extras)
-        receipts = [*(each.receipt for each in told), last]
-        config = b"null" if notes is None else msgspec.json.encode({NOTES_NAME: notes})
-        manifest = msgspec.structs.replace(
-            manifest, components=components_of(tree, manifest.structure), config=msgspec.Raw(config)
-        )
-        records: dict[str, list[FileRecord]] = {folder: [] for folder in {spec.folder for spec in manifest.tensors}}
-        for receipt in receipts:
-            for folder, record in receipt.files.items():
-                records.setdefault(folder, []).append(record)
-        promised_files(msgspec.structs.replace(manifest, files={f: tuple(each) for f, each in records.items()}))
+        with no_collection():
+            told = [msgspec.msgpack.decode(each[-1].storage_data, type=Written) for each in results]
+            save_id = told[0].receipt.save_id
+            stored, parts = parts_apart(metadata) if self._alone else (metadata, ())
+            manifest, refs = manifest_of(
+                told, stored, save_id=save_id, step=self._number(), exclusive=storage.exclusive
+            )
+            tree, notes = tree_of(told, stored, refs, parts)
+            extras: dict[str, bytes | torch.Tensor] = {TREE_NAME: encode(tree)}
+            described = (Extra(TREE_NAME, "uint8", (len(extras[TREE_NAME]),)),)
+            empty = msgspec.structs.replace(manifest.structure, layouts=(), tensors=())
+            files = rank_files(empty, 0, live_index=None, extras=described)
+            last = _write(storage, files, Origin(save_id, manifest.step, 0), (), extras)
+            receipts = [*(each.receipt for each in told), last]
+            config = b"null" if notes is None else msgspec.json.encode({NOTES_NAME: notes})
+            manifest = msgspec.structs.replace(
+                manifest, components=components_of(tree, manifest.structure), config=msgspec.Raw(config)
+            )
+            records: dict[str, list[FileRecord]] = {folder: [] for folder in {spec.folder for spec in manifest.tensors}}
+            for receipt in receipts:
+                for folder, record in receipt.files.items():
+                    records.setdefault(folder, []).append(record)
+            promised_files(msgspec.structs.replace(manifest, files={f: tuple(each) for f, each in records.items()}))
         commit_step(storage, manifest, receipts, replace=self._overwrite, run=None, leftovers=self._there)
         metadata.storage_meta = self.storage_meta()
 
