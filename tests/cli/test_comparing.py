@@ -266,7 +266,7 @@ def test_a_slice_is_that_of_python(cube, text, part):
 )
 def test_a_wrong_slice_is_told(cube, key, text):
     assert text in call("cat", cube, key, status=2).stderr
-    assert "did you mean 'm/cube'" in call("cat", cube, "m/cuba[0]", status=3).stderr
+    assert "did you mean 'm/cube'" in call("cat", cube, "m/cuba[0]", status=2).stderr
 
 
 def test_a_slice_is_printed_in_rows_and_a_key_with_brackets_is_a_key(cube):

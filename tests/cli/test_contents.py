@@ -81,13 +81,13 @@ def test_values_are_printed_whole_or_below_a_key(step):
     mine = facts("cat", path, "mine/seed")
     assert (mine["value"], mine["ranks"]) == (5, 1)
     assert "of rank 0; each of 1 rank has its own" in call("cat", path, "mine").stdout
-    assert "there is no rank 1" in call("cat", path, "mine", "--rank", 1, status=3).stderr
+    assert "there is no rank 1" in call("cat", path, "mine", "--rank", 1, status=2).stderr
 
 
 def test_a_key_that_is_not_there_gets_a_hint(step):
     path, _ = step
-    assert "did you mean 'model/half'" in call("cat", path, "model/hlaf", status=3).stderr
-    assert "did you mean 'plain/steps'" in call("cat", path, "plain/stesp", status=3).stderr
+    assert "did you mean 'model/half'" in call("cat", path, "model/hlaf", status=2).stderr
+    assert "did you mean 'plain/steps'" in call("cat", path, "plain/stesp", status=2).stderr
     assert (
         "--only modle/**: no key of either step fits" in call("diff", path, path, "--only", "modle/**", status=2).stderr
     )
@@ -206,3 +206,24 @@ def test_a_large_tensor_is_never_whole_in_memory(tmp_path):
         assert opened.spec("x/t").dtype == "float32"
         with pytest.raises(KeyError):
             opened.shape("x/u")
+
+
+def test_bytes_and_arrays_are_shown_by_how_they_begin_and_compared_where_they_differ(tmp_path):
+    def state(last):
+        return {"mark": bytes(range(200)) + last, "table": np.arange(300)}
+
+    ks.save(tmp_path / "a", state(b"\x07tail"))
+    ks.save(tmp_path / "b", state(b"\x0btail"))
+    assert (
+        facts("cat", tmp_path / "a", "mark")["value"] == f"205 bytes {(bytes(range(200)) + bytes([7])).hex()}7461696c"
+    )
+    text = call("cat", tmp_path / "a", "mark").stdout
+    assert text.startswith("205 bytes 000102")
+    assert text.rstrip().endswith("… (--json has all)")
+    assert "array int64 [300] [0, 1, 2," in call("cat", tmp_path / "a", "table").stdout
+    assert all(len(line) < 120 for line in call("cat", tmp_path / "a", "table").stdout.splitlines())
+    told = call("diff", tmp_path / "a", tmp_path / "b", status=1).stdout
+    (line,) = [line for line in told.splitlines() if line.startswith("mark: ")]
+    mine, theirs = line.removeprefix("mark: ").removesuffix(" in B").split(" in A, ")
+    assert mine.endswith("077461696c'")
+    assert theirs.endswith("0b7461696c'")

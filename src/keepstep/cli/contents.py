@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from keepstep.checkpointer.opened import Checkpoint
 from keepstep.cli.slices import Part, cut_out, slices_of, split_key
 from keepstep.cli.verifying import bar_of
 from keepstep.cli.words import layout_words, number_words, piece_count, plural, safe, size_words
-from keepstep.errors import StepNotFoundError, UsageError
+from keepstep.errors import UsageError
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.globs import near
 from keepstep.format.objects import ObjectNode, RankRef, TensorRef, TorchValue, join
@@ -26,7 +27,10 @@ __all__ = ["PART_BYTES", "Contents", "Figures", "print_contents", "read_contents
 
 HEAD = 8
 SLICE_HEAD = 256
-SHOWN_ITEMS = 50
+SHOWN_ITEMS = 12
+SHOWN_TEXT = 72
+_RAW = re.compile(r"([\d,]+ bytes|array \w+ \[[\d, ]*\]) ")
+"""How a text begins that stands for bytes or an array."""
 PART_BYTES = 8 << 20
 """How much of a tensor is in memory at once, before it is made wide."""
 
@@ -78,8 +82,7 @@ def read_contents(opened: Checkpoint, key: str, *, head: int | None, rank: int, 
     """Reads a tensor part by part, or the plain values below a key; without ``head`` as many first elements as are of use.
 
     Raises:
-        StepNotFoundError: nothing is saved under that key; names those that look like it.
-        UsageError: a slice that is not one of that tensor.
+        UsageError: nothing is saved under that key; names those that look like it. Or a slice is not one of that tensor.
         CorruptError: its bytes are not what was written.
     """
     path, manifest = opened.describe()["url"], opened.manifest
@@ -101,7 +104,7 @@ def read_contents(opened: Checkpoint, key: str, *, head: int | None, rank: int, 
         parts = opened.parts(name, PART_BYTES, part.box if part else None)
         return _measured(known, parts, part=part, head=head, errors=errors)
     if rank >= manifest.world_size:
-        raise StepNotFoundError(f"{path} was saved by {plural(manifest.world_size, 'rank')}: there is no rank {rank}")
+        raise UsageError(f"{path} was saved by {plural(manifest.world_size, 'rank')}: there is no rank {rank}")
     tree, own = opened.tree_of()[0], opened.own_of(rank)
     keys: list[str] = []
     found, of_rank = _node_at(tree, own, key, keys)
@@ -111,14 +114,14 @@ def read_contents(opened: Checkpoint, key: str, *, head: int | None, rank: int, 
         name, inside = key, None
     if found is None:
         hint = near(name, list(dict.fromkeys((*opened, *keys))))
-        raise StepNotFoundError(f"nothing is saved under {name!r} in {path}{hint}")
+        raise UsageError(f"nothing is saved under {name!r} in {path}{hint}")
     (node,) = found
     known = Contents(
         path, name, "value", ranks=manifest.world_size if of_rank else None, rank=rank if of_rank else None
     )
     if isinstance(node, RankRef) and node.key not in own:
         owners = f"; those of ranks {number_words(sorted({*node.owners}))} are there" if node.owners else ""
-        raise StepNotFoundError(f"{path} has no value of rank {rank} under {name!r}{owners}")
+        raise UsageError(f"{path} has no value of rank {rank} under {name!r}{owners}")
     if isinstance(node, TensorRef) and node.own:
         known = replace(
             known, kind="tensor", dtype=node.dtype, shape=node.shape, layout=f"of rank {rank} alone", pieces=1
@@ -257,6 +260,8 @@ def shown(node: Any, own: Mapping[str, Any]) -> Any:
         return node
     if isinstance(node, float) and math.isfinite(node):
         return node
+    if isinstance(node, bytes | bytearray):
+        return f"{len(node):,} bytes {node.hex()}"
     return f"array {node.dtype} {list(node.shape)} {node.tolist()}" if isinstance(node, np.ndarray) else repr(node)
 
 
@@ -317,4 +322,6 @@ def _lines(value: Any, indent: str) -> list[str]:
         return found
     if isinstance(value, list) and len(value) > SHOWN_ITEMS:
         return [f"{indent}[{', '.join(map(repr, value[:SHOWN_ITEMS]))}, … {len(value):,} in all; --json has them]"]
+    if isinstance(value, str) and len(value) > SHOWN_TEXT and _RAW.match(value):
+        return [f"{indent}{value[:SHOWN_TEXT]}… (--json has all)"]
     return [f"{indent}{value!r}"]

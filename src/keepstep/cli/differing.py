@@ -87,11 +87,18 @@ def _pair_words(a: object, b: object) -> str:
         )
         first = differ.index(True) if any(differ) else min(len(a), len(b))
         return f"{count:,} of {sizes} items differ, the first is item {first:,}"
-    return f"{_clipped(texts[0])} in A, {_clipped(texts[1])} in B"
+    first = next((at for at, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
+    return f"{_clipped(texts[0], first)} in A, {_clipped(texts[1], first)} in B"
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
+def _clipped(text: str, first: int) -> str:
+    """Of a long text that place, with some of what is before it."""
+    if len(text) <= MOST_TEXT:
+        return text
+    start = max(0, min(first - MOST_TEXT // 4, len(text) - MOST_TEXT + 1))
+    return (
+        f"{'…' if start else ''}{text[start : start + MOST_TEXT - 1]}{'…' if start + MOST_TEXT - 1 < len(text) else ''}"
+    )
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
