@@ -127,7 +127,8 @@ def test_a_copy_goes_on_where_it_was(places, tmp_path, monkeypatch):
 
 
 BLOCKED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children too
 from rich.progress import Progress
 
 real = Progress.update

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 import keepstep as ks
-from keepstep.cli.showing import print_step, read_step
+from keepstep.cli.formats import Found
+from keepstep.cli.showing import Wanted, print_step, read_step
 from keepstep.cli.verifying import verify_root, verify_step
 from keepstep.commit.catalog import read_manifest, step_storage
 from keepstep.commit.publish import Hint, point_latest, read_hint
@@ -163,7 +164,8 @@ def test_a_store_without_conditions_has_a_hint_all_the_same(rclone):
     assert told(root) == (1, 2)
     assert not point_latest(root, manifest_of(1, 1, root), "0" * 16)
     assert read_manifest(step_storage(root, 2)).lineage.exclusive is False
-    facts = read_step(step_storage(root, 2), None)
+    step = step_storage(root, 2)
+    facts = read_step(Found("keepstep", step, read_manifest(step)), Wanted())
     shown = Console(width=200, file=StringIO(), markup=False)
     print_step(facts, shown)
     assert "store       gives a name to more than one writer" in shown.file.getvalue()

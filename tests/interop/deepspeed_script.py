@@ -266,6 +266,7 @@ def main() -> None:
 
     deepspeed.init_distributed("gloo", verbose=False)
     globals()[check](Path(folder), *rest)
+    dist.barrier()  # The store of the group lives in one of the processes: it leaves when nobody reads there any more.
 
 
 if __name__ == "__main__":
