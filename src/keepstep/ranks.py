@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, RankFailedError, UsageError
-from keepstep.format.failure import Failure, failure_of
+from keepstep.format.failure import Failure, failure_in
 
 __all__ = ["DEADLINE_S", "Exchange", "Phase", "Ranks"]
 
@@ -81,10 +81,15 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """The ranks of torch's default process group, or one rank alone when there is none. Not collective."""
+        """Those of torch's default group, or one rank alone. Not collective. RankFailedError when its store is gone."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, None)
         store: Any = dist.distributed_c10d._get_default_store()
+        try:
+            # A second connection to one that is gone would be tried for minutes; the first one knows.
+            store.check(["keepstep"])
+        except dist.DistNetworkError as err:
+            raise _unreachable("meet the other ranks", err) from err
         with contextlib.suppress(RuntimeError):
             # A connection of our own: a long wait on the shared one would block whoever else uses it.
             store = store.clone()
@@ -150,14 +155,16 @@ class Ranks:
         """
         if threading.get_ident() != self._thread:
             raise UsageError("ranks may only talk on the training thread; this is another one")
-        # The count lives in the store, by rank, so that it outlasts this object and both ends stay in step.
-        number = 0 if self.world == 1 else self._store.add(f"keepstep/at/{self.rank}", 1)
-        phase = Phase(self.rank, self.world, self._store, call, deadline_s, number)
+        phase = Phase(self.rank, self.world, self._store, call, deadline_s)
         try:
+            if self.world > 1:
+                phase.move_on()
             yield phase
         except BaseException as err:
             if self.world > 1:
                 phase.tell(err)
+            if isinstance(err, dist.DistNetworkError):
+                raise _unreachable(call, err) from err
             raise
 
 
@@ -190,6 +197,12 @@ class Exchange:
         self._group = None
 
 
+def _unreachable(call: str, err: RuntimeError) -> RankFailedError:
+    text = "the store of the process group is gone, with the process that has it (rank 0, or the launcher)"
+    known = "Whether rank 0 finished is not known here; only committed steps exist"
+    return RankFailedError(f"{call}: {text}. {known}", {0: str(err).splitlines()[0]})
+
+
 @contextlib.contextmanager
 def _cut_off(rank: int) -> Iterator[None]:
     try:
@@ -207,11 +220,17 @@ class Phase:
     _store: Any
     _call: str
     _deadline_s: float
-    _number: int
+    _number: int = 0
     _posted: _Report | None = None
     _announced: bool = False
     _heard: frozenset[int] = frozenset()
     _began: float = field(default_factory=time.monotonic)
+
+    def move_on(self) -> None:
+        """Takes the next number, with the report that was posted. The count lives in the store: it outlasts this object."""
+        self._number = self._store.add(f"keepstep/at/{self.rank}", 1)
+        if self._posted is not None:
+            self._post(self._posted)
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Posts this rank's data. On the coordinator, returns everybody's, by rank; elsewhere None at once.
@@ -229,7 +248,7 @@ class Phase:
         reports = self._reports()
         while any(r.gone and (r.call != self._call or self._comes_again(rank)) for rank, r in reports.items()):
             self._store.set(self._key("verdict"), msgspec.msgpack.encode(_Verdict(code=_AGAIN)))
-            self._move_on()
+            self.move_on()
             reports = self._reports()
         failures = {rank: report.error for rank, report in reports.items() if report.error}
         if failures:
@@ -238,8 +257,8 @@ class Phase:
         missing = [rank for rank in range(self.world) if rank not in reports]
         if missing:
             raise CommitTimeoutError(
-                f"{self._call}: {_numbers(missing)} did not arrive within {self._deadline_s:g} s"
-                f" (arrived: {', '.join(map(str, reports))}). Nothing of this call was committed",
+                f"{self._call}: rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not arrive within"
+                f" {self._deadline_s:g} s (arrived: {', '.join(map(str, reports))}). Nothing of this call was committed",
                 missing,
             )
         calls = {rank: report.call for rank, report in reports.items() if report.call != self._call}
@@ -275,7 +294,7 @@ class Phase:
             verdict = self._verdict()
             if not self._is_stale(verdict):
                 break
-            self._move_on()
+            self.move_on()
         self._announced = True
         if verdict.code:
             raise (verdict.failure or Failure(verdict.code, "")).error()
@@ -289,11 +308,12 @@ class Phase:
             error.add_note(f"(on rank {self.rank} of {self.world}, in: {self._call})")
         try:
             if self.rank == 0:
-                self._announce(_verdict_of(error, self._call))
+                failure = failure_in(self._call, error)
+                self._announce(_Verdict(code=failure.code, failure=failure))
             elif self._posted is None:
-                self._post(_Report(self._call, error=_text(error), code=_code(error)))
+                self._post(_Report(self._call, error=f"{type(error).__name__}: {error}", code=_code(error)))
                 while self._store.check([self._key("verdict")]) and self._is_stale(self._verdict()):
-                    self._move_on()
+                    self.move_on()
         except RuntimeError as unreachable:
             # The store is gone, and with it the other ranks: the error at hand is the one to raise.
             error.add_note(f"(the other ranks could not be told: {unreachable})")
@@ -330,12 +350,6 @@ class Phase:
             return False
         later = msgspec.msgpack.decode(self._store.get(key), type=_Report)
         return later.call == self._call and not later.gone
-
-    def _move_on(self) -> None:
-        """Takes the next number, with the same report."""
-        self._number = self._store.add(f"keepstep/at/{self.rank}", 1)
-        if self._posted is not None:
-            self._post(self._posted)
 
     def _wait(self, key: str, seconds: float) -> bool:
         try:
@@ -379,21 +393,5 @@ class Phase:
             self._store.delete_key(f"keepstep/{self._number - 1}/{what}")
 
 
-def _numbers(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _code(error: BaseException) -> str:
     return error.code if isinstance(error, CheckpointError) else ""
-
-
-def _verdict_of(error: BaseException, call: str) -> _Verdict:
-    """How the coordinator's exception is told to the others: as itself where it speaks of all ranks."""
-    failure = failure_of(error)
-    if not isinstance(error, CheckpointError) or failure.code in ("storage", "staging", "unsafe-value"):
-        failure = Failure(RankFailedError.code, f"{call} failed", {0: _text(error)}, {0: _code(error)})
-    return _Verdict(code=failure.code, failure=failure)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from datetime import timedelta
@@ -407,3 +409,59 @@ def test_errors_that_are_not_keepsteps_reach_all_ranks_too(rank_pool, tmp_path):
 def test_the_storage_error_of_a_test_is_one(tmp_path):
     with pytest.raises(StorageError, match="wants it"):
         Watched(tmp_path, failing("put")).put("name", b"")
+
+
+HOSTED = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import keepstep as ks
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+note = folder / "port"
+if rank == 0:
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    note.with_name("half").write_text(str(store.port))
+    note.with_name("half").rename(note)
+else:
+    while not note.exists():
+        time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", int(note.read_text()), 2, False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+ks.save(folder / "first", {"x": torch.ones(2)})
+dist.barrier()
+if rank == 0:
+    before = store.num_keys()
+    while store.num_keys() <= before:
+        time.sleep(0.01)
+    os._exit(0)  # as a machine that goes, with the store of the group in it
+for name in ("second", "third"):
+    try:
+        ks.save(folder / name, {"x": torch.ones(2)})
+    except ks.errors.RankFailedError as err:
+        print(name, err, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_store_of_the_group_goes_with_rank_0(tmp_path):
+    """Without a launcher that has it, as under ``mp.spawn``: the others say so, in errors of ours, and do not hang."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOSTED, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    (_, _), (told, failed) = [rank.communicate(timeout=60) for rank in ranks]
+    assert ranks[1].returncode == 0, failed
+    while_waiting, after = told.splitlines()[0], next(line for line in told.splitlines() if line.startswith("third"))
+    for name, line in (("second", while_waiting), ("third", after)):
+        assert line.startswith(f"{name} ")
+        assert "the store of the process group is gone" in line
+        assert "only committed steps exist" in line
+    assert ks.open(tmp_path / "first")["x"].tolist() == [1, 1]
+    assert not (tmp_path / "third").exists()

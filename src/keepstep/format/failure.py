@@ -7,7 +7,7 @@ import msgspec
 from keepstep import errors
 from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, RankFailedError, StorageError
 
-__all__ = ["Failure", "failure_of", "failure_on"]
+__all__ = ["Failure", "failure_in", "failure_of", "failure_on"]
 
 _CLASSES = {
     cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CheckpointError)
@@ -58,6 +58,16 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, CheckpointError):
         return Failure(error.code, str(error))
     return Failure(CheckpointError.code, f"{type(error).__name__}: {error}")
+
+
+def failure_in(call: str, error: BaseException) -> Failure:
+    """How one rank's error in a call is told to the others: as itself where it speaks of all ranks."""
+    failure = failure_of(error)
+    if isinstance(error, CheckpointError) and failure.code not in ("storage", "staging", "unsafe-value"):
+        return failure
+    code = error.code if isinstance(error, CheckpointError) else ""
+    text = f"{type(error).__name__}: {error}"
+    return Failure(RankFailedError.code, f"{call} failed", {0: text}, {0: code})
 
 
 def failure_on(what: str, failures: dict[int, Failure], world: int) -> Failure:
