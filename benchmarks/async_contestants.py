@@ -338,10 +338,13 @@ class KeepstepAsync:
         self.checkpointer = ks.Checkpointer(root, state, staging=self.staging)
         self.checkpointer.restore()
         self.pending: Any = None
+        self.begun = False
 
     def boundary(self, due: bool) -> None:
-        """What a training loop calls after each step, and a save if due."""
-        self.checkpointer.step()
+        """What a training loop calls after each step, and a save if due. The first time there was no step yet."""
+        if self.begun:
+            self.checkpointer.step()
+        self.begun = True
         if due:
             self.pending = self.checkpointer.save()
             _note(self.pending.staged, self.staged)

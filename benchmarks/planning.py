@@ -215,7 +215,7 @@ def _snapshot(structure: Any) -> Any:
     """A captured state without its tensors, which planning never looks at."""
     from keepstep.state.capture import Snapshot
 
-    return Snapshot(b"{}", b"", structure, locals=(), own=(), aliases={}, components={})
+    return Snapshot(b"{}", b"", structure, locals=(), own=(), aliases={}, components={}, late=frozenset())
 
 
 def _check_own_files(files: Any, posted: bytes) -> None:
