@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -29,6 +30,8 @@ TIMES = int(os.environ.get("KEEPSTEP_TEST_TIMES", "1"))
 """How many times as many random kills as usual."""
 DEADLINE_S = 2.0
 ALONE_S = 30.0
+STARTS_S = 5.0
+"""An agent that starts listens by then."""
 
 
 @contextlib.contextmanager
@@ -126,12 +129,14 @@ class Campaign:
 
     def settle(self):
         """An agent that is alive finishes what it was given. One that was just started for a trainer that died ends."""
-        path = socket_path(str(self.root))
+        path, alone = socket_path(str(self.root)), time.monotonic()
 
         def is_settled():
+            nonlocal alone
             if not listener_at(path):
-                # One that does not listen yet may have been given something all the same when it does.
-                return not agents_running(self.root)
+                # One that does not listen yet may be given something when it does; one that never will is given nothing.
+                return not agents_running(self.root) or time.monotonic() - alone > STARTS_S
+            alone = time.monotonic()
             with contextlib.suppress(AgentError):
                 return call_agent(path, Drain(20.0), 30.0).left == 0
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import time
@@ -54,6 +55,10 @@ def test_an_answer_that_trickles_is_given_up(reached, proxy, library):
     root = reached(library, SHORTLY)
     size = (1 << 18) + 50_000
     reached(library).put("a/x", bytes(size))
+    with contextlib.suppress(StorageError):
+        root.open(
+            "a/x"
+        ).close()  # The first request also makes a client, which on a busy machine takes longer than is given.
     blob = root.open("a/x")
     proxy.fault = lambda asked: TRICKLE if asked.method == "GET" else None
     for act in (lambda: blob.read_into(size - 9000, memoryview(bytearray(9000))), lambda: [*root.list("")]):
