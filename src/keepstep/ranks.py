@@ -85,11 +85,8 @@ class Ranks:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, None)
         store: Any = dist.distributed_c10d._get_default_store()
-        try:
-            # A second connection to one that is gone would be tried for minutes; the first one knows.
-            store.check(["keepstep"])
-        except dist.DistNetworkError as err:
-            raise _unreachable("meet the other ranks", err) from err
+        # A second connection to one that is gone would be tried for minutes; the first one knows.
+        cls(dist.get_rank(), dist.get_world_size(), store).has("keepstep")
         with contextlib.suppress(RuntimeError):
             # A connection of our own: a long wait on the shared one would block whoever else uses it.
             store = store.clone()
@@ -101,25 +98,31 @@ class Ranks:
 
     def has(self, key: str) -> bool:
         """Whether somebody has posted under this key. Like the four below: for news outside of phases, by any rank."""
-        return bool(self._store.check([key]))
+        return bool(self._ask("check", [key]))
 
     def post(self, key: str, value: bytes) -> None:
         """Posts a value under a key, for all ranks."""
-        self._store.set(key, value)
+        self._ask("set", key, value)
 
     def read(self, key: str) -> bytes:
         """What was posted under a key; ask ``has`` or ``wait`` first."""
-        return bytes(self._store.get(key))
+        return bytes(self._ask("get", key))
 
     def count(self, key: str, more: int) -> int:
         """Adds to a counter that all ranks share; returns what it is then. Additions have one order for all."""
-        return int(self._store.add(key, more))
+        return int(self._ask("add", key, more))
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        try:
+            return getattr(self._store, what)(*args)
+        except dist.DistNetworkError as err:
+            raise _unreachable("ask the other ranks", err) from err
 
     def wait(self, key: str, seconds: float) -> bool:
         """Waits until something is posted under a key; whether it was."""
         end, pause_s = time.monotonic() + seconds, FIRST_PAUSE_S
         # Asked again and again rather than waited for: a wait that ends too early is logged as a fault of the network.
-        while not self._store.check([key]):
+        while not self.has(key):
             if time.monotonic() >= end:
                 return False
             time.sleep(pause_s)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import safetensors.torch
 import torch
 
 import keepstep as ks
 from keepstep.cli.words import near_pattern
+from tests.cli.sources import write_all
 from tests.cli.test_commands import call
-from tests.interop import dcp_checks
 
 STATE = {"model": {"layers.0.weight": torch.ones(2), "head.weight": torch.ones(2)}, "optimizer": {"lr": 0.1}}
 
@@ -23,11 +22,9 @@ def root(tmp_path_factory):
         for _ in range(3):
             checkpointer.step(loss=1.0)
             checkpointer.save()
-    ks.save(root / "step", STATE)
-    dcp_checks.write(root / "dcp", STATE)
-    torch.save(STATE, root / "file.pt")
-    (root / "hub").mkdir()
-    safetensors.torch.save_file(STATE["model"], root / "hub" / "model.safetensors")
+    write_all(root, STATE)
+    (root / "lone").mkdir()
+    (root / "lone" / "__0.metadata").write_bytes(b"\x80")
     return root
 
 
@@ -42,6 +39,7 @@ WRONG = {
     "a step's number": (
         ("cp", "{root}/runs/gpt", "{root}/x", "--step", 9), 3, "the steps beside it: step-00000001, step-00000002",
     ),
+    "a folder of single ranks": (("show", "{root}/lone"), 3, "each rank its own"),
     "a file": (("show", "{root}/fiel.pt"), 3, "did you mean '{root}/file.pt'?"),
     "a key": (("cat", STEP, "model/laers.0.weight"), 2, "did you mean 'model/layers.0.weight'"),
     "a key of DCP": (("cat", "{root}/dcp", "model/haed.weight"), 2, "did you mean 'model/head.weight'"),

@@ -10,16 +10,15 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 import keepstep as ks
 from keepstep.cli import verifying
+from tests.cli.sources import write_all
 from tests.cli.test_commands import call
 from tests.cli.under_limit import write
-from tests.interop import dcp_checks
 
 ROOT = Path(__file__).parents[2]
 STATE = {"model": {f"w{number}": torch.full((1 << 10,), float(number)) for number in range(4)}, "epoch": 1}
@@ -32,11 +31,7 @@ def places(tmp_path_factory):
         checkpointer.restore()
         checkpointer.step()
         checkpointer.save()
-    ks.save(root / "step", STATE)
-    dcp_checks.write(root / "dcp", STATE)
-    torch.save(STATE, root / "file.pt")
-    (root / "hub").mkdir()
-    safetensors.torch.save_file(STATE["model"], root / "hub" / "model.safetensors")
+    write_all(root, STATE)
     return root
 
 

@@ -6,15 +6,13 @@ import json
 from io import StringIO
 
 import pytest
-import safetensors.torch
 import torch
 from rich.console import Console
 
-import keepstep as ks
 from keepstep.cli.formats import found_at
 from keepstep.cli.showing import Wanted, print_step, read_step
+from tests.cli.sources import write_all
 from tests.cli.test_commands import call, documented
-from tests.interop import dcp_checks
 
 LAYERS = 12
 
@@ -33,13 +31,7 @@ def state():
 def places(tmp_path_factory):
     """The same state in every format, by its name; safetensors have the model, without what is tied."""
     root = tmp_path_factory.mktemp("formats")
-    saved = state()
-    ks.save(root / "step", saved)
-    dcp_checks.write(root / "dcp", saved)
-    torch.save(saved, root / "file.pt")
-    (root / "hub").mkdir()
-    model = {key: value.clone() for key, value in saved["model"].items() if key != "head.weight"}
-    safetensors.torch.save_file(model, root / "hub" / "model.safetensors")
+    write_all(root, state(), tied=["head.weight"])
     return {"keepstep": root / "step", "dcp": root / "dcp", "torch": root / "file.pt", "safetensors": root / "hub"}
 
 

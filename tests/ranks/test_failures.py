@@ -416,6 +416,7 @@ import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import keepstep as ks
+from keepstep.ranks import Ranks
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 note = folder / "port"
@@ -429,6 +430,7 @@ else:
     store = dist.TCPStore("127.0.0.1", int(note.read_text()), 2, False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 ks.save(folder / "first", {"x": torch.ones(2)})
+ranks = Ranks.current()
 dist.barrier()
 if rank == 0:
     before = store.num_keys()
@@ -440,6 +442,10 @@ for name in ("second", "third"):
         ks.save(folder / name, {"x": torch.ones(2)})
     except ks.errors.RankFailedError as err:
         print(name, err, flush=True)
+try:
+    ranks.has("news")
+except ks.errors.RankFailedError as err:
+    print("news", err, flush=True)
 os._exit(0)
 """
 
@@ -458,9 +464,8 @@ def test_the_store_of_the_group_goes_with_rank_0(tmp_path):
     ]
     (_, _), (told, failed) = [rank.communicate(timeout=60) for rank in ranks]
     assert ranks[1].returncode == 0, failed
-    while_waiting, after = told.splitlines()[0], next(line for line in told.splitlines() if line.startswith("third"))
-    for name, line in (("second", while_waiting), ("third", after)):
-        assert line.startswith(f"{name} ")
+    for name in ("second", "third", "news"):
+        (line,) = [line for line in told.splitlines() if line.startswith(f"{name} ")]
         assert "the store of the process group is gone" in line
         assert "only committed steps exist" in line
     assert ks.open(tmp_path / "first")["x"].tolist() == [1, 1]

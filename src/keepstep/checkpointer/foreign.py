@@ -1,43 +1,17 @@
-"""What another program has put where a manifest should be, and who shows it as a step.
+"""Who shows as a step what another program has put where a manifest should be.
 
 Nothing of that is imported for a step of keepstep's own.
 """
 
 from __future__ import annotations
 
-import re
-
-from keepstep.errors import StepNotFoundError
+from keepstep.commit.catalog import MAX_MANIFEST_BYTES
+from keepstep.foreign.kinds import SAFETENSORS
 from keepstep.format.manifest import MANIFEST_NAME
 from keepstep.ranks import Ranks
 from keepstep.storage.base import Storage, read_blob
 
-__all__ = ["FOREIGN", "find_foreign", "show_foreign", "show_to_all"]
-
-FOREIGN = b"\x80"
-"""How a pickle begins: the metadata of a directory of torch's DCP has the name of a manifest."""
-SAFETENSORS = FOREIGN + b"safetensors"
-"""Stands for a folder of safetensors, which has no such file. (No pickle begins so.)"""
-MAX_MANIFEST_BYTES = 1 << 30
-_RANK_FILE = re.compile(r"__\d+\.metadata")
-
-
-def find_foreign(storage: Storage) -> bytes:
-    """What stands for a manifest where there is none: nothing, unless another program's files are there.
-
-    Raises:
-        StepNotFoundError: there are several checkpoints in one folder, each of one rank.
-    """
-    for name, _ in storage.list(""):
-        if _RANK_FILE.fullmatch(name):
-            raise StepNotFoundError(
-                f"{storage.url}: no committed step; every rank has saved a checkpoint of its own there with torch's DCP"
-                f" (use_collectives=False; {name} is one). dcp.load(storage_reader=keepstep.interop.dcp.Reader(path)) gives"
-                " each rank its own"
-            )
-        if (name.endswith(".safetensors") and "/" not in name) or name.startswith("snapshots/"):
-            return SAFETENSORS
-    return b""
+__all__ = ["show_foreign", "show_to_all"]
 
 
 def show_foreign(storage: Storage, raw: bytes, registry: object = None) -> tuple[Storage, bytes]:

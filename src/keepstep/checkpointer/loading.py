@@ -24,7 +24,7 @@ import torch
 from keepstep.checkpointer.bases import away_from, check_base, mark_base, note_base
 from keepstep.checkpointer.choosing import GONE, casts_of, chosen, chosen_keys, left_out_keys, settle
 from keepstep.checkpointer.differences import changed_since, mismatch_of, note_after, put_together
-from keepstep.checkpointer.foreign import FOREIGN, find_foreign, show_to_all
+from keepstep.checkpointer.foreign import show_to_all
 from keepstep.checkpointer.foreseen import both, foresee
 from keepstep.checkpointer.options import Cast, Demanded, LoadReport, Options, Selection
 from keepstep.checkpointer.pending import SAVES
@@ -33,6 +33,7 @@ from keepstep.checkpointer.saving import no_collection
 from keepstep.checkpointer.sharing import agree_to_share, with_values
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, check_files, size_of
 from keepstep.errors import CorruptError, MismatchError, StepNotFoundError, StorageError
+from keepstep.foreign.kinds import FOREIGN, find_foreign
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.globs import Globs
 from keepstep.format.layout import Mesh, Structure

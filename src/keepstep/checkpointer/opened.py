@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpointer.foreign import FOREIGN, show_foreign
+from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_own, read_trees
 from keepstep.errors import ClosedError, StepNotFoundError, UsageError
+from keepstep.foreign.kinds import FOREIGN
 from keepstep.format.box import Box, whole
 from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.layout import Structure, TensorSpec, Want

@@ -13,6 +13,7 @@ from keepstep.cli.places import folder_at, has_blob, step_at
 from keepstep.cli.words import safe
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
 from keepstep.errors import StepNotFoundError, UsageError
+from keepstep.foreign.kinds import FOREIGN, SAFETENSORS, find_foreign
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.storage.base import Storage, read_blob
 
@@ -27,7 +28,6 @@ FORMAT_WORDS = {
     "torch": "a file of torch.save",
 }
 SHOWN = 3
-_PICKLE = b"\x80"
 _ARCHIVE = b"PK\x03\x04"
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -52,20 +52,20 @@ def found_at(path: str, only: Sequence[str] = ()) -> Found:
     if "://" not in path and file.is_file():
         return _in_file(file, only)
     place = folder_at(path)
-    if has_blob(place, MANIFEST_NAME):
-        raw = read_blob(place, MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        if not raw.startswith(_PICKLE):
-            return Found("keepstep", place, parse_manifest(raw, f"{place.url}/{MANIFEST_NAME}"))
-        from keepstep.foreign.dcp.step import show_directory
-
-        shown = show_directory(place, raw, only)
-        return Found("dcp", shown, shown.manifest)
-    names = [name for name, _ in place.list("")]
-    if any(name.startswith("snapshots/") or (name.endswith(".safetensors") and "/" not in name) for name in names):
+    raw = read_blob(place, MANIFEST_NAME, MAX_MANIFEST_BYTES) if has_blob(place, MANIFEST_NAME) else find_foreign(place)
+    if raw == SAFETENSORS:
         from keepstep.foreign.safetensors.step import show_folder
 
         shown = show_folder(place)
         return Found("safetensors", shown, shown.manifest)
+    if raw.startswith(FOREIGN):
+        from keepstep.foreign.dcp.step import show_directory
+
+        shown = show_directory(place, raw, only)
+        return Found("dcp", shown, shown.manifest)
+    if raw:
+        return Found("keepstep", place, parse_manifest(raw, f"{place.url}/{MANIFEST_NAME}"))
+    names = [name for name, _ in place.list("")]
     files = [name for name in names if name.endswith(_FILES) and "/" not in name]
     if files:
         some = ", ".join(safe(name) for name in sorted(files)[:SHOWN])
@@ -83,7 +83,7 @@ def _in_file(file: Path, only: Sequence[str]) -> Found:
     if file.name == MANIFEST_NAME:
         return found_at(str(file.parent), only)
     with file.open("rb") as opened:
-        if not opened.read(len(_ARCHIVE)).startswith((_ARCHIVE, _PICKLE)):
+        if not opened.read(len(_ARCHIVE)).startswith((_ARCHIVE, FOREIGN)):
             raise UsageError(f"{str(file)!r} is a file, not a folder, and none of torch.save or safetensors")
     from keepstep.interop.torch_save import show_file
 

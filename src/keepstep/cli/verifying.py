@@ -17,6 +17,7 @@ from keepstep.commit.aside import set_aside
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_catalog, read_manifest, step_storage
 from keepstep.commit.garbage import find_garbage
 from keepstep.errors import CorruptError, StepNotFoundError, StorageError
+from keepstep.foreign.kinds import FOREIGN
 from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.storage.base import Storage, read_blob
 
@@ -79,7 +80,7 @@ def _is_pickle(storage: Storage) -> bool:
             blob.read_into(0, memoryview(first))
     except (StorageError, CorruptError):
         return False
-    return bytes(first) == b"\x80"
+    return bytes(first) == FOREIGN
 
 
 def _verify_foreign(storage: Storage, raw: bytes, name: str, errors: Console) -> Verification:

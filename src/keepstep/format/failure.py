@@ -61,7 +61,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def failure_in(call: str, error: BaseException) -> Failure:
-    """How one rank's error in a call is told to the others: as itself where it speaks of all ranks."""
+    """How the coordinator's error in a call is told to the others: as itself where it speaks of all ranks."""
     failure = failure_of(error)
     if isinstance(error, CheckpointError) and failure.code not in ("storage", "staging", "unsafe-value"):
         return failure

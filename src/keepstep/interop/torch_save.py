@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpointer.foreign import FOREIGN, show_foreign
+from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CorruptError, StepExistsError, StepNotFoundError, StorageError, UnsafeValueError, UsageError
+from keepstep.foreign.kinds import FOREIGN
 from keepstep.foreign.shown import ShownStep
 from keepstep.format.box import whole
 from keepstep.format.dtypes import ITEM_BYTES

@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from keepstep.checkpointer.foreign import FOREIGN, show_foreign
+from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
 from keepstep.errors import CorruptError, MismatchError, UsageError, listed
 from keepstep.foreign.dcp.metadata import parse_metadata
 from keepstep.foreign.dcp.step import show_directory
+from keepstep.foreign.kinds import FOREIGN
 from keepstep.format.box import Box, whole
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest

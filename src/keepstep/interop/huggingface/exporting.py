@@ -21,9 +21,10 @@ from queue import SimpleQueue
 import msgspec
 import torch
 
-from keepstep.checkpointer.foreign import FOREIGN, show_to_all
+from keepstep.checkpointer.foreign import show_to_all
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.errors import CheckpointError, MismatchError, StepExistsError, StepNotFoundError, UsageError
+from keepstep.foreign.kinds import FOREIGN
 from keepstep.foreign.safetensors.files import TORCH_NAMES, pack_file_header
 from keepstep.format.globs import near
 from keepstep.format.layout import Structure

@@ -25,10 +25,10 @@ from keepstep.checkpointer import Checkpointer as StepKeeper
 from keepstep.checkpointer import Every, Pending, Preempt, Saved
 from keepstep.checkpointer import load as load_step
 from keepstep.checkpointer import save as save_step
-from keepstep.checkpointer.foreign import FOREIGN
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES, read_catalog, step_storage
 from keepstep.commit.retention import Keep
 from keepstep.errors import StorageError, UsageError
+from keepstep.foreign.kinds import FOREIGN
 from keepstep.format.manifest import MANIFEST_NAME, step_name
 from keepstep.interop.positions import own_or_first
 from keepstep.interop.torchtitan.parts import Feed, ModelParts, Progress, place_of
