@@ -3,7 +3,8 @@
 The same calls, the same state, the same process: only the storage writer and reader differ. 2 GiB in 64 tensors on one rank,
 and on two ranks as DTensors split by rows; then 2,000 small ones. Every save goes to a fresh directory and is durable;
 loads are from the page cache. Beside them what no writer and no reader can do without: torch's planning, with a writer that
-writes nothing and a reader that reads nothing; and the bytes alone, as the raw limit moves them.
+writes nothing and a reader that reads nothing; and the bytes alone, as the raw limit moves them, for loads also with a
+digest of each block of 64 KiB.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.futures import Future
 from keepstep.interop.dcp import Reader, Writer
 
 SAVE, LOAD = Bar("<=", 1 / 2), Bar("<=", 1 / 4)
-TORCH, OWN, NOTHING = "torch's", "keepstep's", "none"
+TORCH, OWN, NOTHING, PROVED = "torch's", "keepstep's", "none", "raw, with digests"
 
 
 class NoWriter(dcp.FileSystemWriter):
@@ -100,8 +101,9 @@ def compare(context: Context) -> list[Result]:
         entries = [Entry(name, lambda name=name, load=load: load(name)) for name in readers]
         if raw is not None:
             raw.save(root / "raw")
-            raw.calibrate_read(root / "raw", cold=False)
+            raw.reading = raw.calibrate_read(root / "raw", cold=False)
             entries.append(Entry(raw.name, lambda raw=raw, path=root / "raw": raw.load(path)))
+            entries.append(Entry(PROVED, lambda raw=raw, path=root / "raw": raw.load_proved(path)))
         found += _told(f"dcp.load, {what}", "reader", play(context, entries), raw, LOAD)
         if context.rank == 0:
             remove(root)
@@ -122,9 +124,10 @@ def _told(what: str, kind: str, seconds: dict[str, list[float]], raw: RawLimit |
     found.append(_against(f"{what}: {kind.capitalize()}", seconds[OWN], theirs, bar))
     least = seconds[NOTHING]
     found.append(_against(f"{what}: torch's planning alone", least, theirs))
-    if raw is not None:
-        least = [bytes_s + plan_s for bytes_s, plan_s in zip(seconds[raw.name], least, strict=True)]
-        found.append(_against(f"{what}: planning and the bytes alone", least, theirs))
+    for name, said in ((raw and raw.name, "the bytes alone"), (PROVED, "the bytes with their digests alone")):
+        if name in seconds:
+            both = [bytes_s + plan_s for bytes_s, plan_s in zip(seconds[name], least, strict=True)]
+            found.append(_against(f"{what}: planning and {said}", both, theirs))
     return found
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
 from harness import GIB, MIB, Context, drop_from_page_cache, fsync_directory, remove
 
 
@@ -50,6 +51,7 @@ COLD_SETTINGS = [
 
 
 CALIBRATION_BYTES = 512 * MIB
+BLOCK_BYTES, CACHED_BYTES = 64 * 1024, 512 * 1024
 
 
 class RawLimit:
@@ -66,6 +68,7 @@ class RawLimit:
         for start in range(0, self.size, MIB):
             stop = min(start + MIB, self.size)
             self.memory[start:stop] = pattern[: stop - start]
+        self._digests = [0] * -(-self.size // BLOCK_BYTES)
         self.writing = WRITE_SETTINGS[0]
         self.reading = WARM_SETTINGS[0]
 
@@ -81,6 +84,17 @@ class RawLimit:
     def load(self, path: Path, _state: object = None) -> None:
         """Read this rank's bytes in the calibrated way."""
         _read(self._file(path), self.memory, self.reading)
+
+    def load_proved(self, path: Path) -> None:
+        """Read this rank's bytes and take the digest of every block of 64 KiB, while the cache has it."""
+        digests = self._digests
+
+        def prove(start: int, stop: int) -> None:
+            for at in range(start, stop, BLOCK_BYTES):
+                digests[at // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(self.memory[at : min(at + BLOCK_BYTES, stop)])
+
+        setting = Setting(self.reading.threads, CACHED_BYTES, direct=self.reading.direct)
+        _read(self._file(path), self.memory, setting, prove)
 
     def calibrate_write(self, directory: Path, rounds: int = 3) -> None:
         """Choose the fastest way to write, by writing a part of the bytes."""
@@ -151,10 +165,18 @@ def _write(file: Path, memory: memoryview, setting: Setting) -> None:
         os.close(fd)
 
 
-def _read(file: Path, memory: memoryview, setting: Setting) -> None:
+def _read(
+    file: Path, memory: memoryview, setting: Setting, then: Callable[[int, int], None] = lambda start, stop: None
+) -> None:
     fd = os.open(file, os.O_RDONLY | (os.O_DIRECT if setting.direct else 0))
+
+    def move(start: int, stop: int) -> int:
+        got = os.preadv(fd, [memory[start:stop]], start)
+        then(start, start + got)
+        return got
+
     try:
-        _in_blocks(setting, len(memory), lambda a, b: os.preadv(fd, [memory[a:b]], a))
+        _in_blocks(setting, len(memory), move)
     finally:
         os.close(fd)
 

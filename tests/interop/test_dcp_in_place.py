@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import io
-import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.cli.main import app
-from keepstep.errors import StepNotFoundError, UnsafeValueError
+from keepstep.errors import StepNotFoundError
 from keepstep.interop.dcp import Reader, Writer
 from tests.helpers.same import assert_same
 from tests.interop import dcp_checks as checks
@@ -105,53 +103,6 @@ def test_files_in_memory_come_back(tmp_path):
     assert target.losses == [0.5, 0.25]
     file = ks.open(tmp_path / "s").values_of("t")["losses"]
     assert file.tell() == len(file.getvalue())
-
-
-class Turned(StreamTransformExtension):
-    """Every byte the other way round."""
-
-    @staticmethod
-    def from_descriptor(version: str) -> Turned:
-        assert version == "1"
-        return Turned()
-
-    @staticmethod
-    def registry_name() -> str:
-        return "stream.turned"
-
-    def get_descriptor(self) -> str:
-        return "stream.turned/1"
-
-    def transform_to(self, output: Any) -> Any:
-        class Out(io.RawIOBase):
-            def writable(self) -> bool:
-                return True
-
-            def write(self, data: Any) -> int:
-                return int(output.write(bytes(255 - byte for byte in bytes(data))))
-
-        return Out()
-
-    def transform_from(self, input: Any) -> Any:
-        return io.BytesIO(bytes(255 - byte for byte in input.read(-1)))
-
-
-def test_what_goes_through_extensions_is_torchs_own_and_is_read(tmp_path, caplog):
-    """An extension may encrypt: to leave it out without a word would be the worst that could be done."""
-    state = {"w": torch.arange(6.0), "v": {"x": [1, "two"]}}
-    with caplog.at_level(logging.WARNING, "keepstep"):
-        dcp.save(state, storage_writer=Writer(tmp_path / "s", _extensions=[Turned()]), no_dist=True)
-    assert "torch writes its own checkpoint" in caplog.text
-    assert b"data.pkl" not in (tmp_path / "s" / "__0_0.distcp").read_bytes()
-    registry = ExtensionRegistry()
-    registry.register(Turned)
-    target = {"w": torch.zeros(6), "v": {"x": None}}
-    dcp.load(target, storage_reader=Reader(tmp_path / "s", _extension_registry=registry), no_dist=True)
-    assert_same(target, state)
-    with pytest.raises(UnsafeValueError, match=r"stream\.turned"):
-        ks.load(tmp_path / "s", into=target)
-    with pytest.raises(CheckpointException, match="to a path"):
-        dcp.save(state, storage_writer=Writer("memory://in/place", _extensions=[Turned()]), no_dist=True)
 
 
 def test_what_each_rank_saved_for_itself_with_torch_is_read(tmp_path):

@@ -13,7 +13,7 @@ from keepstep.cli.places import folder_at, has_blob, step_at
 from keepstep.cli.words import safe
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
 from keepstep.errors import StepNotFoundError, UsageError
-from keepstep.foreign.kinds import FOREIGN, SAFETENSORS, find_foreign
+from keepstep.foreign.kinds import ARCHIVE, FOREIGN, SAFETENSORS, find_foreign
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.storage.base import Storage, read_blob
 
@@ -28,7 +28,6 @@ FORMAT_WORDS = {
     "torch": "a file of torch.save",
 }
 SHOWN = 3
-_ARCHIVE = b"PK\x03\x04"
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -83,7 +82,7 @@ def _in_file(file: Path, only: Sequence[str]) -> Found:
     if file.name == MANIFEST_NAME:
         return found_at(str(file.parent), only)
     with file.open("rb") as opened:
-        if not opened.read(len(_ARCHIVE)).startswith((_ARCHIVE, FOREIGN)):
+        if not opened.read(len(ARCHIVE)).startswith((ARCHIVE, FOREIGN)):
             raise UsageError(f"{str(file)!r} is a file, not a folder, and none of torch.save or safetensors")
     from keepstep.interop.torch_save import show_file
 

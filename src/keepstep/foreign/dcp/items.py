@@ -15,19 +15,21 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
-from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.errors import CorruptError, StorageError, UnsafeValueError
 from keepstep.foreign.dcp.metadata import Chunk, Item, SavedTensor, SavedValue
+from keepstep.foreign.kinds import ARCHIVE
 from keepstep.foreign.plain import STORAGE_DTYPES, Call, has_checksums, load_plain, row_major
 from keepstep.format.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 from keepstep.storage.base import Blob
 
-__all__ = ["Extent", "find_extent", "prove", "read_value"]
+__all__ = ["Extent", "find_extent", "prove", "read_value", "undone"]
 
 PROOF_BYTES = 1 << 22
 _LOCAL = struct.Struct("<4s22xHH")
@@ -138,7 +140,7 @@ def find_extent(blob: Blob, tensor: SavedTensor, chunk: Chunk, registry: Any = N
         return _held(_transformed(blob, item, registry), tensor, chunk)
     head = bytearray(min(4, max(blob.size_bytes - item.offset, 0)))
     blob.read_into(item.offset, memoryview(head))
-    if bytes(head) != b"PK\x03\x04":
+    if bytes(head) != ARCHIVE:
         return _in_safetensors(blob, tensor, chunk, size)
     try:
         with zipfile.ZipFile(_Window(blob, item.offset, item.length)) as archive:
@@ -266,17 +268,35 @@ def read_value(blob: Blob, saved: SavedValue, registry: Any = None) -> Any:
     return load_plain(file.read(), f"{item.file}: {saved.name!r}")
 
 
-def _transformed(blob: Blob, item: Item, registry: Any) -> Any:
-    """An entry that was passed through torch's stream extensions, undone.
+def _transformed(blob: Blob, item: Item, registry: Any) -> io.BytesIO:
+    """An entry that was passed through torch's stream extensions, undone."""
+    return undone(_Window(blob, item.offset, item.length), item.transforms, registry, item.file)
+
+
+def undone(stream: Any, descriptors: Sequence[str], registry: Any, what: str) -> io.BytesIO:
+    """What stream extensions were given, from what they made of it.
+
+    Args:
+        stream: a file of what was written.
+        descriptors: how each extension calls itself, first the one to be undone first.
+        registry: torch's ``ExtensionRegistry`` that knows them; by default torch's own.
+        what: what it is, for messages.
 
     Raises:
-        UnsafeValueError: by one that this torch does not know.
+        UnsafeValueError: by one that this registry does not know.
+        CorruptError: an extension cannot undo it.
     """
-    stream: Any = _Window(blob, item.offset, item.length)
+    through = f"{what}: written through {', '.join(descriptors)}"
     try:
         known: Any = registry or ExtensionRegistry()
-        for one in known.from_descriptor_list(item.transforms):
+        extensions = known.from_descriptor_list(descriptors)
+    except (ValueError, LookupError, AttributeError, ImportError, AssertionError) as err:
+        raise UnsafeValueError([f"{through}: {err}"]) from err
+    try:
+        for one in extensions:
             stream = one.transform_from(stream)
         return io.BytesIO(stream.read(-1))
-    except (ValueError, LookupError, AttributeError, ImportError, AssertionError) as err:
-        raise UnsafeValueError([f"{item.file}: written through {', '.join(item.transforms)}: {err}"]) from err
+    except StorageError:
+        raise
+    except Exception as err:
+        raise CorruptError(f"{through}, which cannot undo it: {err!r}") from err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,16 +34,18 @@ from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
-from keepstep.errors import CorruptError, MismatchError, UsageError, listed
+from keepstep.errors import CorruptError, MismatchError, UnsafeValueError, UsageError, listed
+from keepstep.foreign.dcp.items import undone
 from keepstep.foreign.dcp.metadata import parse_metadata
 from keepstep.foreign.dcp.step import show_directory
-from keepstep.foreign.kinds import FOREIGN
+from keepstep.foreign.kinds import ARCHIVE, FOREIGN
+from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box, whole
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.objects import TensorRef
 from keepstep.interop.dcp.writer import alone_at, is_place
-from keepstep.interop.dcp.written import NOTES_NAME, Notes, Part, names_in, names_noted, notes_of, part_name
+from keepstep.interop.dcp.written import NOTES_NAME, Inside, Notes, Part, names_in, names_noted, notes_of, part_name
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype, writable
@@ -167,15 +171,18 @@ class Reader(StorageReader):
             )
             for item, target in zip(items, targets, strict=True)
         ]
-        pieces = find_pieces(step.manifest.structure, wants, -1)
-        read_pieces(step.storage, step.manifest, pieces, wants=wants, targets=targets)
+        if step.through:
+            step.undo_into(items, targets)
+        else:
+            pieces = find_pieces(step.manifest.structure, wants, -1)
+            read_pieces(step.storage, step.manifest, pieces, wants=wants, targets=targets)
         for give in given:
             give()
         # Only now, when every byte was proved.
         for item, tensor in zip(items, held, strict=True):
             planner.commit_tensor(item, tensor)
         for item in values:
-            planner.load_bytes(item, step.saved_value(item.storage_index.fqn))
+            planner.load_bytes(item, step.saved_value(item.storage_index.fqn, unpickles=_unpickles(planner)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -212,8 +219,21 @@ class Reader(StorageReader):
         return targets, given
 
 
+def _unpickles(planner: LoadPlanner) -> bool:
+    """Whether it does with the bytes of a value what torch's own planner does."""
+    own = DefaultLoadPlanner
+    return isinstance(planner, own) and type(planner).load_bytes is own.load_bytes
+
+
 def _copy(target: torch.Tensor, made: torch.Tensor) -> Callable[[], object]:
     return lambda: target.copy_(made)
+
+
+def _given(made: dict[str, TensorRef], inside: dict[str, Inside], url: str) -> dict[str, TensorRef]:
+    """What extensions were given, by name, in place of what they made of it."""
+    if lost := sorted(set(inside) - set(made)):
+        raise CorruptError(f"{url}: noted, and not there: {', '.join(lost[:20])}")
+    return {name: TensorRef(made[name].key, each.dtype, each.shape) for name, each in inside.items()}
 
 
 class _Step:
@@ -233,11 +253,19 @@ class _Step:
         notes = notes or self._notes()
         names = names_in(tree) if notes is None else names_noted(tree, notes)
         self.refs, self._values = names.refs, names.values
+        self.through = notes.through if notes is not None else ()
+        self._registry, self._made = registry, dict(names.refs) if self.through else {}
+        paths = dict(names.paths)
+        if notes is not None and self.through:
+            # Of each of them the step has the bytes that extensions made of it.
+            self.refs = _given(self._made, notes.inside, storage.url)
+            paths = {name: path[1:] for name, path in paths.items()}
         self._raw = frozenset(notes.raw if notes is not None else ())
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         parts = {part_name(part.name, part.box): part for part in (notes.parts if notes is not None else ())}
-        self._parts = {(part.name, part.box.offsets): stored for stored, part in parts.items()}
-        paths = dict(names.paths)
+        # (A part without elements may be said to begin where another one does.)
+        order = sorted(parts.items(), key=lambda each: each[1].box.elements > 0)
+        self._parts = {(part.name, part.box.offsets): stored for stored, part in order}
         for name in names.paths:
             ref = self.refs.get(name)
             if ref is None:
@@ -254,23 +282,69 @@ class _Step:
 
     def ref_of(self, item: ReadItem) -> TensorRef:
         """The tensor that has what is asked for."""
+        return self.refs[self._name_of(item)]
+
+    def _name_of(self, item: ReadItem) -> str:
         index = item.storage_index
-        return self.refs[self._parts.get((index.fqn, tuple(index.offset or ())), index.fqn)]
+        return self._parts.get((index.fqn, tuple(index.offset or ())), index.fqn)
 
     def stored(self, ref: TensorRef) -> str:
         """The key under which a tensor is stored."""
         return self.manifest.aliases.get(ref.key, ref.key)
 
-    def saved_value(self, name: str) -> io.BytesIO:
-        """A plain value, as torch expects to be given it."""
-        if name not in self._values:
+    def saved_value(self, name: str, *, unpickles: bool) -> io.BytesIO:
+        """A plain value, as torch expects to be given it. ``unpickles``: whoever is given it runs what is in a pickle.
+
+        Raises:
+            CorruptError: it is none.
+            UnsafeValueError: bytes that only the planner can read which made them, or a class that is not plain.
+        """
+        if name in self._made and name not in self.refs:
+            file = self._undone(name)
+        elif name not in self._values:
             raise CorruptError(f"{self.storage.url}: {name!r} is no plain value in the step, and one in the state")
-        if name in self._raw:
-            return io.BytesIO(self._values[name])
-        file = io.BytesIO()
-        torch.save(materialise(self._values[name], cast(Any, self)), file)
-        file.seek(0)
+        elif name in self._raw:
+            file = io.BytesIO(self._values[name])
+        else:
+            file = io.BytesIO()
+            torch.save(materialise(self._values[name], cast(Any, self)), file)
+            file.seek(0)
+            return file
+        if file.getbuffer()[: len(ARCHIVE)] == ARCHIVE:
+            load_plain(file.getvalue(), name)
+        elif unpickles:
+            raise UnsafeValueError([f"{name}: bytes that another planner has made, which this one would unpickle"])
         return file
+
+    def undo_into(self, items: list[ReadItem], targets: list[torch.Tensor]) -> None:
+        """Fills targets from what went through extensions, which is undone whole: one after the other, in memory.
+
+        Raises:
+            UnsafeValueError: an extension that is not known.
+            CorruptError: a block is not what was written, or an extension cannot undo it.
+        """
+        asked: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
+        for item, target in zip(items, targets, strict=True):
+            asked.setdefault(self._name_of(item), []).append((item, target))
+        for name, each in asked.items():
+            ref, found = self.refs[name], self._undone(name).getbuffer()
+            dtype = torch_dtype(ref.dtype)
+            expected = math.prod(ref.shape) * dtype.itemsize
+            if len(found) != expected:
+                raise CorruptError(f"{name}: extensions gave back {len(found):,} bytes of {expected:,}")
+            if not expected:
+                continue
+            tensor = torch.frombuffer(found, dtype=dtype).view(ref.shape)
+            for item, target in each:
+                part = tensor
+                for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, size)
+                with torch.no_grad():
+                    target.copy_(part)
+
+    def _undone(self, name: str) -> io.BytesIO:
+        made = self[self._made[name].key]
+        return undone(io.BytesIO(made.numpy().tobytes()), self.through, self._registry, name)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """A whole tensor that is part of a plain value."""

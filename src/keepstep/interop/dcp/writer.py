@@ -8,56 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, cast
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from keepstep.checkpointer.saving import file_heads, no_collection
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError, StorageError, UsageError
-from keepstep.format.box import Box, whole
-from keepstep.format.dtypes import ITEM_BYTES
 from keepstep.format.manifest import MANIFEST_NAME, TREE_NAME, FileRecord, Receipt, promised_files
 from keepstep.format.objects import encode
-from keepstep.format.shardfile import Entry
+from keepstep.interop.dcp.entries import Entries, PlainEntries, TransformedEntries, descriptors, path_of, through
 from keepstep.interop.dcp.written import (
-    LOOSE,
     NOTES_NAME,
-    Saved,
     Told,
     Written,
+    below,
     components_of,
     folders_of,
-    is_plain,
-    key_of,
     manifest_of,
-    part_name,
     parts_apart,
     seen_by,
     tree_of,
-    values_of,
 )
 from keepstep.move.arena import ONCE_BYTES, Arena
 from keepstep.move.staging import fill
 from keepstep.move.writer import Origin, ShardWriter
-from keepstep.plan.save_plan import Extra, FilePlan, Slot, rank_files
-from keepstep.state.capture import capture
-from keepstep.state.shard import dtype_name
+from keepstep.plan.save_plan import Extra, FilePlan, rank_files
 from keepstep.storage.base import Storage, read_blob
-from keepstep.storage.local import LocalStorage, Place, storage_of
+from keepstep.storage.local import Place, storage_of
 from keepstep.timeline import Timeline
 
 __all__ = ["Writer"]
@@ -76,7 +63,6 @@ _TUNING = frozenset(
         "thread_count",
     }
 )
-_log = logging.getLogger("keepstep")
 _STEP = re.compile(r"step[-_]?(\d{1,18})")
 
 
@@ -89,11 +75,11 @@ class Writer(StorageWriter):
             old or the new one, whole, and the old one stays where the save fails.
         step: the number to record; by default the one in the folder's name (``step-100``), else 0.
         tuning: ``thread_count`` and what else tunes torch's writer. It changes nothing: every rank writes one file for each
-            component, synced, with as many threads as are of use. ``_extensions`` alone does: they change every byte, and
-            what is saved through them is a checkpoint of torch's own form, by torch's writer, which is logged.
+            component, synced, with as many threads as are of use. ``_extensions`` alone does: what they make of each entry
+            is what is stored, and ``Reader`` alone undoes it.
 
     Raises:
-        UsageError: an argument that it does not know; from a save, extensions and a URL.
+        UsageError: an argument that it does not know; from a save, an extension that fails.
         StepExistsError: from a save, a step is committed there and ``overwrite`` is False. (As all of these, inside of what
             torch raises.)
         UnsafeValueError: values that cannot be stored without pickle; lists all. Nothing was committed.
@@ -104,7 +90,7 @@ class Writer(StorageWriter):
     def __init__(
         self, path: Place | None = None, *, overwrite: bool = True, step: int | None = None, **tuning: object
     ) -> None:
-        self._extensions = cast("Sequence[Any]", tuning.pop("_extensions", None) or ())
+        self._extensions = tuple(cast(Any, tuning.pop("_extensions", None)) or ())
         if unknown := sorted(set(tuning) - _TUNING):
             raise UsageError(
                 f"Writer takes no {', '.join(unknown)}; of torch's writer it takes {', '.join(sorted(_TUNING))}"
@@ -116,7 +102,6 @@ class Writer(StorageWriter):
         self._there: tuple[str, ...] = ()
         self._rank = 0
         self._alone = False
-        self._torchs: FileSystemWriter | None = None
 
     @property
     def path(self) -> Any:
@@ -126,7 +111,7 @@ class Writer(StorageWriter):
     @property
     def save_id(self) -> str:
         """The save that was begun last; empty before the first."""
-        return self._save_id if self._torchs is None else str(self._torchs.save_id)
+        return self._save_id
 
     @property
     def checkpoint_id(self) -> Any:
@@ -147,13 +132,10 @@ class Writer(StorageWriter):
         """Takes this rank's part of a save. Without collectives each rank saves a step, in a folder of its own."""
         self._rank = int(kwargs.get("rank") or 0)
         self._alone = not kwargs.get("use_collectives", True)
-        if self._extensions:
-            self._torchs = self._through()
-            self._torchs.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
-        return plan if self._torchs is None else self._torchs.prepare_local_plan(plan)
+        return plan
 
     @no_collection()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -162,8 +144,6 @@ class Writer(StorageWriter):
         Raises:
             StepExistsError: see the class.
         """
-        if self._torchs is not None:
-            return self._torchs.prepare_global_plan(plans)
         storage = self._storage()
         there = [name for name, _ in storage.list("")]
         if not self._alone:
@@ -180,7 +160,7 @@ class Writer(StorageWriter):
             self._there = (*self._there, ATTEMPT_NAME)
         elif ATTEMPT_NAME in there:
             storage.delete([ATTEMPT_NAME])
-        paths = (_path_of(plan, item) for plan in plans for item in plan.items if item.type != WriteItemType.BYTE_IO)
+        paths = (path_of(plan, item) for plan in plans for item in plan.items if item.type != WriteItemType.BYTE_IO)
         # What stands alone at the top shares one folder: a file for each would only be another file to wait for.
         folders = folders_of([str(name) for name in dict.fromkeys(path[0] for path in paths if len(path) > 1)])
         return [
@@ -194,8 +174,6 @@ class Writer(StorageWriter):
         Raises:
             UnsafeValueError, StorageError: see the class.
         """
-        if self._torchs is not None:
-            return self._torchs.write_data(plan, planner)
         storage = self._storage()
         told: Told = plan.storage_data
         save_id = told.save_id
@@ -205,13 +183,17 @@ class Writer(StorageWriter):
         self._save_id = save_id
         origin = Origin(save_id, self._number(), 0 if self._alone else told.rank)
         with no_collection():
-            values, raw = values_of(plan, planner)
-            tensors = _Tensors(plan, planner, told.folders, values, apart=self._alone)
-            files = tensors.files()
-        receipt = _write(storage, files, origin, cast(Any, tensors), {})
-        written = Written(receipt, tuple(tensors.saved), tensors.names, tensors.values, seen_by(planner), raw)
-        size = {index: box.elements * ITEM_BYTES[saved.dtype] for index, (saved, box) in tensors.by_index.items()}
-        results = [WriteResult(item.index, size.get(item.index, 1), None) for item in plan.items]
+            entries: Entries
+            if self._extensions:
+                entries = TransformedEntries(plan, planner, self._extensions)
+            else:
+                entries = PlainEntries(plan, planner, told.folders, apart=self._alone)
+            files = entries.files()
+        receipt = _write(storage, files, origin, cast(Any, entries), {})
+        written = Written(
+            receipt, tuple(entries.saved), entries.names, entries.values, seen_by(planner), entries.raw, entries.inside
+        )
+        results = [WriteResult(item.index, entries.sizes.get(item.index, 1), None) for item in plan.items]
         results.append(WriteResult(MetadataIndex(NOTES_NAME), 0, msgspec.msgpack.encode(written)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -223,18 +205,21 @@ class Writer(StorageWriter):
         Raises:
             MismatchError, StorageError: see the class.
         """
-        if self._torchs is not None:
-            self._torchs.finish(metadata, results)
-            return
         storage = self._storage()
         with no_collection():
             told = [msgspec.msgpack.decode(each[-1].storage_data, type=Written) for each in results]
             save_id = told[0].receipt.save_id
             stored, parts = parts_apart(metadata) if self._alone else (metadata, ())
+            if self._extensions:
+                stored, parts = parts_apart(metadata, all_of_them=True)
+                stored = below(stored, through(self._extensions))
             manifest, refs = manifest_of(
                 told, stored, save_id=save_id, step=self._number(), exclusive=storage.exclusive
             )
             tree, notes = tree_of(told, stored, refs, parts)
+            if notes is not None and self._extensions:
+                inside = {name: each for part in told for name, each in part.inside.items()}
+                notes = msgspec.structs.replace(notes, through=descriptors(self._extensions), inside=inside)
             extras: dict[str, bytes | torch.Tensor] = {TREE_NAME: encode(tree)}
             described = (Extra(TREE_NAME, "uint8", (len(extras[TREE_NAME]),)),)
             empty = msgspec.structs.replace(manifest.structure, layouts=(), tensors=())
@@ -257,16 +242,6 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether that may be the name of a place."""
         return is_place(checkpoint_id)
-
-    def _through(self) -> FileSystemWriter:
-        """Torch's own writer: an extension makes other bytes of each entry, of which nothing here could read a part."""
-        storage = self._storage()
-        if not isinstance(storage, LocalStorage):
-            raise UsageError(f"{storage.url}: torch writes through extensions to a path; nothing was written")
-        _log.warning(
-            "%s: through extensions torch writes its own checkpoint: without digests, not at once", storage.url
-        )
-        return FileSystemWriter(storage.root, overwrite=self._overwrite, _extensions=self._extensions)
 
     def _storage(self) -> Storage:
         if self._path is None:
@@ -297,88 +272,6 @@ def alone_at(path: Place, rank: int) -> str:
 
 def _is_alone(name: str) -> bool:
     return re.match(r"alone-\d{5}/", name) is not None
-
-
-def _path_of(plan: SavePlan, item: WriteItem) -> tuple[str | int, ...]:
-    """Where an entry stood in the state, as the planner tells; its name, where it does not."""
-    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-    path = paths.get(item.index.fqn)
-    return path if isinstance(path, tuple) and path else (item.index.fqn,)
-
-
-class _Tensors(Sequence[tuple[torch.Tensor, ...]]):
-    """The tensors that one rank writes, and where each goes.
-
-    ``saved`` says what they are, ``names`` has the key of each name of torch's, ``values`` the tree of plain values.
-    ``apart`` makes a tensor of its own of each part of one: a rank that saves without the others has no more of it.
-    """
-
-    def __init__(
-        self, plan: SavePlan, planner: SavePlanner, folders: dict[str, str], values: dict[str, Any], *, apart: bool
-    ) -> None:
-        self._planner = planner
-        self._items: list[WriteItem | torch.Tensor] = []
-        plain = is_plain(planner)
-        self.saved: list[Saved] = []
-        self.names: dict[str, str] = {}
-        self.by_index: dict[MetadataIndex, tuple[Saved, Box]] = {}
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-                continue
-            name, path = item.index.fqn, _path_of(plan, item)
-            chunk = item.tensor_data.chunk
-            box, shape = Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(item.tensor_data.size)
-            if apart and box.sizes != shape:
-                name, path = part_name(name, box), (*path, str(box))
-                box, shape = whole(box.sizes), box.sizes
-            key = self.names[name] = key_of(path)
-            # (What it is may be another thing by now than what a plan that was kept says.)
-            tensor = cast(torch.Tensor, planner.resolve_data(item))
-            dtype = dtype_name(tensor.dtype)
-            if dtype is None or tensor.layout is not torch.strided:
-                raise UsageError(f"{key}: a tensor of {tensor.dtype} and {tensor.layout} cannot be stored")
-            saved = Saved(key, dtype, folders.get(str(path[0]), LOOSE), shape, box)
-            self.by_index[item.index] = saved, box
-            self.saved.append(saved)
-            # One that the planner makes is made again when its turn comes: all of them may be more than the memory holds.
-            self._items.append(tensor if plain else item)
-        self.values = b"{}"
-        if values:
-            snapshot = capture(values, rank=0, world=1)
-            self.values = snapshot.tree
-            for spec, (local,) in zip(snapshot.structure.tensors, snapshot.locals, strict=True):
-                shape = tuple(local.shape)
-                self.saved.append(Saved(spec.key, spec.dtype, "tensors", shape, whole(shape)))
-                self._items.append(local)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: Any) -> Any:
-        item = self._items[index]
-        if isinstance(item, WriteItem):
-            item = cast(torch.Tensor, self._planner.resolve_data(item))
-        return (item.detach().resolve_conj().resolve_neg(),)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        return (self[index] for index in range(len(self._items)))
-
-    def files(self) -> tuple[FilePlan, ...]:
-        """The files of this rank."""
-        order = sorted(range(len(self.saved)), key=lambda at: (-ITEM_BYTES[self.saved[at].dtype], self.saved[at].dtype))
-        slots: dict[str, list[Slot]] = {}
-        ends: dict[str, int] = {}
-        for index in order:
-            saved = self.saved[index]
-            if not saved.box.elements:
-                continue
-            start = ends.get(saved.folder, 0)
-            stop = start + math.prod(saved.box.sizes) * ITEM_BYTES[saved.dtype]
-            name = saved.key if saved.box.sizes == saved.shape else f"{saved.key}~{saved.box}"
-            entry = Entry(name, saved.key, saved.dtype, saved.shape, saved.box, start, stop)
-            slots.setdefault(saved.folder, []).append(Slot(entry, index, (0,) * len(saved.shape)))
-            ends[saved.folder] = stop
-        return tuple(FilePlan(folder, tuple(each), ends[folder]) for folder, each in slots.items())
 
 
 def _write(

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import io
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from keepstep.errors import CorruptError, MismatchError, UsageError
 from keepstep.foreign.dcp.metadata import Directory, SavedValue
 from keepstep.foreign.paths import Path, key_of, place
-from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box
 from keepstep.format.layout import Layout, Mesh, Structure, TensorSpec
 from keepstep.format.manifest import (
@@ -41,15 +38,16 @@ from keepstep.format.shardfile import digest
 __all__ = [
     "LOOSE",
     "NOTES_NAME",
+    "Inside",
     "Names",
     "Notes",
     "Part",
     "Saved",
     "Told",
     "Written",
+    "below",
     "components_of",
     "folders_of",
-    "is_plain",
     "key_of",
     "manifest_of",
     "names_in",
@@ -60,7 +58,6 @@ __all__ = [
     "place",
     "seen_by",
     "tree_of",
-    "values_of",
 ]
 
 NOTES_NAME = "torch.distributed.checkpoint"
@@ -88,11 +85,18 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, gc=False):
     box: Box
 
 
+class Inside(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The tensor, in row-major bytes, that a stream extension was given."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Written(msgspec.Struct, frozen=True):
     """What one rank has written. ``values`` is its tree of plain values by torch's names, in the form of a state file.
 
     ``raw`` are those that its planner gave as bytes of its own making. ``seen`` has digests of the plain values that the
-    rank has under each name, whoever writes them.
+    rank has under each name, whoever writes them. ``inside`` has the tensors among what went through extensions.
     """
 
     receipt: Receipt
@@ -101,6 +105,7 @@ class Written(msgspec.Struct, frozen=True):
     values: bytes
     seen: dict[str, int]
     raw: tuple[str, ...] = ()
+    inside: dict[str, Inside] = {}
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -114,42 +119,17 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Notes(msgspec.Struct, frozen=True):
     """Torch's names, where they do not follow from the tree: where each stood in it, and which are plain values.
 
-    ``raw`` are values that a planner gave as bytes of its own making. ``parts`` are what a rank alone has of tensors.
+    ``raw`` are values that a planner gave as bytes of its own making. ``parts`` are stored as tensors of their own: what a
+    rank alone has of them, or what went through extensions. Of those ``through`` has the descriptors, first the one to be
+    undone first, and ``inside`` the tensors; what is not in it is a value.
     """
 
     paths: dict[str, tuple[str | int, ...]]
     values: tuple[str, ...]
     raw: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
-
-
-def values_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain values that this rank writes, by torch's names; and names of those that are bytes of the planner's own."""
-    # As it is, where the planner does with it what torch's does: it would be pickled, only to be read again.
-    plain = is_plain(planner)
-    found: dict[str, Any] = {}
-    raw = []
-    for item in plan.items:
-        if item.type == WriteItemType.BYTE_IO:
-            name = item.index.fqn
-            if plain:
-                found[name] = cast(DefaultSavePlanner, planner).lookup_object(item.index)
-            else:
-                data = cast(io.BytesIO, planner.resolve_data(item)).getvalue()
-                if data[:4] != b"PK\x03\x04":
-                    raw.append(name)
-                found[name] = data if name in raw else load_plain(data, name)
-    return found, tuple(raw)
-
-
-def is_plain(planner: SavePlanner) -> bool:
-    """Whether it gives what is in the state, as torch's own planner does."""
-    own = DefaultSavePlanner
-    return (
-        isinstance(planner, own)
-        and type(planner).transform_object is own.transform_object
-        and type(planner).resolve_data is own.resolve_data
-    )
+    through: tuple[str, ...] = ()
+    inside: dict[str, Inside] = {}
 
 
 def seen_by(planner: SavePlanner) -> dict[str, int]:
@@ -256,13 +236,18 @@ def part_name(name: str, box: Box) -> str:
     return f"{name}{box}"
 
 
-def parts_apart(metadata: Metadata) -> tuple[Metadata, tuple[Part, ...]]:
-    """The metadata of what one rank has, with a tensor for each part of one; and what those are parts of."""
+def parts_apart(metadata: Metadata, *, all_of_them: bool = False) -> tuple[Metadata, tuple[Part, ...]]:
+    """The metadata with a tensor for each part of one; and what those are parts of.
+
+    A tensor that is whole keeps its name, which one rank alone can tell of what it has; ``all_of_them``: none does.
+    """
     paths = dict(metadata.planner_data) if isinstance(metadata.planner_data, Mapping) else {}
     entries: dict[str, Any] = {}
     parts = []
     for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata) or [chunk.sizes for chunk in entry.chunks] == [entry.size]:
+        if not isinstance(entry, TensorStorageMetadata) or (
+            not all_of_them and [chunk.sizes for chunk in entry.chunks] == [entry.size]
+        ):
             entries[name] = entry
             continue
         path = paths.pop(name, (name,))
@@ -273,6 +258,13 @@ def parts_apart(metadata: Metadata) -> tuple[Metadata, tuple[Part, ...]]:
             entries[stored] = TensorStorageMetadata(entry.properties, chunk.sizes, [chunk])
             paths[stored] = (*path, str(part.box))
     return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=paths), tuple(parts)
+
+
+def below(metadata: Metadata, top: str) -> Metadata:
+    """The metadata with everything below one more component."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    moved = {name: (top, *paths.get(name, (name,))) for name in metadata.state_dict_metadata}
+    return dataclasses.replace(metadata, planner_data=moved)
 
 
 def notes_of(directory: Directory) -> Notes:
