@@ -14,9 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
+from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.check.verify import verify
+from keepstep.cli.main import app
 from keepstep.errors import MismatchError, UnsafeValueError
 from keepstep.interop.dcp import Reader, Writer
 from keepstep.storage.local import storage_of
@@ -157,6 +159,14 @@ def test_everything_comes_back_and_is_a_step_like_others(tmp_path, where):
     target = emptied({**state, "values": {**state["values"], "list": [None, {"x": torch.zeros(2)}]}})
     target["values"]["list"] = [None, {"x": torch.zeros(2)}]
     assert_same(load(path, target), state)
+
+
+def test_show_tells_what_it_went_through_and_not_what_is_noted_for_torch(tmp_path):
+    save(tmp_path / "s", {"w": torch.arange(6.0)}, Turned())
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "s")])
+    assert shown.exit_code == 0
+    assert "through test.turned/1" in shown.output
+    assert "config" not in shown.output
 
 
 def test_the_last_extension_is_undone_last(tmp_path):

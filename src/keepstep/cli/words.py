@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 import msgspec
 
+from keepstep.foreign.kinds import TORCH_NOTES
 from keepstep.format.box import whole
 from keepstep.format.globs import near
 from keepstep.format.layout import Layout, Mesh, parts
@@ -91,7 +92,10 @@ def metric_words(metrics: Mapping[str, float | None]) -> str:
 
 def config_words(config: bytes | msgspec.Raw) -> str:
     """``lr=0.1 model.depth=12``: a configuration's entries by their path; empty where there is none."""
-    entries = list(_entries(msgspec.json.decode(config), ""))
+    value = msgspec.json.decode(config)
+    if isinstance(value, dict) and value.pop(TORCH_NOTES, None) is not None:
+        value = value or None
+    entries = list(_entries(value, ""))
     more = f" and {len(entries) - SHOWN_CONFIG} more (--json lists all)" if len(entries) > SHOWN_CONFIG else ""
     return " ".join(entries[:SHOWN_CONFIG]) + more
 

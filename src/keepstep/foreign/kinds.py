@@ -7,7 +7,7 @@ import re
 from keepstep.errors import StepNotFoundError
 from keepstep.storage.base import Storage
 
-__all__ = ["ARCHIVE", "FOREIGN", "SAFETENSORS", "find_foreign"]
+__all__ = ["ARCHIVE", "FOREIGN", "SAFETENSORS", "TORCH_NOTES", "find_foreign"]
 
 FOREIGN = b"\x80"
 """How a pickle begins: the metadata of a directory of torch's DCP has the name of a manifest."""
@@ -15,6 +15,8 @@ SAFETENSORS = FOREIGN + b"safetensors"
 """Stands for a folder of safetensors, which has no such file. (No pickle begins so.)"""
 ARCHIVE = b"PK\x03\x04"
 """How what ``torch.save`` wrote begins: it is a zip archive."""
+TORCH_NOTES = "torch.distributed.checkpoint"
+"""The field of a manifest's ``config`` for what a step that torch planned has to remember of torch's names."""
 _RANK_FILE = re.compile(r"__\d+\.metadata")
 
 

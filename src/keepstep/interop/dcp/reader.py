@@ -38,14 +38,14 @@ from keepstep.errors import CorruptError, MismatchError, UnsafeValueError, Usage
 from keepstep.foreign.dcp.items import undone
 from keepstep.foreign.dcp.metadata import parse_metadata
 from keepstep.foreign.dcp.step import show_directory
-from keepstep.foreign.kinds import ARCHIVE, FOREIGN
+from keepstep.foreign.kinds import ARCHIVE, FOREIGN, TORCH_NOTES
 from keepstep.foreign.plain import load_plain
 from keepstep.format.box import Box, whole
 from keepstep.format.layout import Want
 from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.objects import TensorRef
 from keepstep.interop.dcp.writer import alone_at, is_place
-from keepstep.interop.dcp.written import NOTES_NAME, Inside, Notes, Part, names_in, names_noted, notes_of, part_name
+from keepstep.interop.dcp.written import Inside, Notes, Part, names_in, names_noted, notes_of, part_name
 from keepstep.move.reader import read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype, writable
@@ -364,7 +364,7 @@ class _Step:
         """
         try:
             config = msgspec.json.decode(self.manifest.config)
-            noted = config.get(NOTES_NAME) if isinstance(config, dict) else None
+            noted = config.get(TORCH_NOTES) if isinstance(config, dict) else None
             return None if noted is None else msgspec.convert(noted, Notes)
         except msgspec.MsgspecError as err:
             raise CorruptError(f"{self.storage.url}: what was noted for torch cannot be read: {err}") from err

@@ -24,11 +24,11 @@ from torch.futures import Future
 from keepstep.checkpointer.saving import file_heads, no_collection
 from keepstep.commit.publish import commit_step
 from keepstep.errors import StepExistsError, StorageError, UsageError
+from keepstep.foreign.kinds import TORCH_NOTES
 from keepstep.format.manifest import MANIFEST_NAME, TREE_NAME, FileRecord, Receipt, promised_files
 from keepstep.format.objects import encode
 from keepstep.interop.dcp.entries import Entries, PlainEntries, TransformedEntries, descriptors, path_of, through
 from keepstep.interop.dcp.written import (
-    NOTES_NAME,
     Told,
     Written,
     below,
@@ -194,7 +194,7 @@ class Writer(StorageWriter):
             receipt, tuple(entries.saved), entries.names, entries.values, seen_by(planner), entries.raw, entries.inside
         )
         results = [WriteResult(item.index, entries.sizes.get(item.index, 1), None) for item in plan.items]
-        results.append(WriteResult(MetadataIndex(NOTES_NAME), 0, msgspec.msgpack.encode(written)))
+        results.append(WriteResult(MetadataIndex(TORCH_NOTES), 0, msgspec.msgpack.encode(written)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -226,7 +226,7 @@ class Writer(StorageWriter):
             files = rank_files(empty, 0, live_index=None, extras=described)
             last = _write(storage, files, Origin(save_id, manifest.step, 0), (), extras)
             receipts = [*(each.receipt for each in told), last]
-            config = b"null" if notes is None else msgspec.json.encode({NOTES_NAME: notes})
+            config = b"null" if notes is None else msgspec.json.encode({TORCH_NOTES: notes})
             manifest = msgspec.structs.replace(
                 manifest, components=components_of(tree, manifest.structure), config=msgspec.Raw(config)
             )

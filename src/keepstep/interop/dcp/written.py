@@ -37,7 +37,6 @@ from keepstep.format.shardfile import digest
 
 __all__ = [
     "LOOSE",
-    "NOTES_NAME",
     "Inside",
     "Names",
     "Notes",
@@ -60,8 +59,6 @@ __all__ = [
     "tree_of",
 ]
 
-NOTES_NAME = "torch.distributed.checkpoint"
-"""The field of the manifest's ``config`` that holds ``Notes``, and the name of what ranks tell besides."""
 LOOSE = "tensors"
 """The folder of tensors at the top of a state. (The state file is written last, when all values are known.)"""
 MAX_FOLDERS = 12
