@@ -25,7 +25,7 @@ from training import Step, Trainer, process_group
 SAVES, OWN_SAVES = 3, 10  # in a loop among peers; in one of keepstep's own, where the tenth save is wanted
 EVERY = {1: 5, 2: 2}  # steps from one save to the next, by ranks: about as long as the slowest peer's saves take
 OWN_EVERY = {1: 2, 2: 1}
-SETTLE = 1  # steps after `open` and before the loop, without a save
+SETTLE = 2  # steps after `open` and before the loop, without a save: at the boundary between them all is made ready
 SLACK_MIB = 32
 
 
