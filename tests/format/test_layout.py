@@ -111,7 +111,11 @@ def test_s_is_torchs_shard(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("factor", [1, 2, 3, 4])
 def test_ss_is_torchs_strided_shard(ranks, factor):
-    for length in range(18):
+    # Until 2.9 torch cut a length that does not divide otherwise than FSDP over tensor parallelism lays it out: first by
+    # the outer dimension, then by the inner one.
+    first, *_ = _StridedShard(0, split_factor=2)._split_tensor(torch.arange(5), 2, with_padding=False)[0]
+    step = 1 if first.tolist() == [0, 1, 3] else ranks * factor
+    for length in range(0, 18, step):
         whole = torch.arange(length * 2).reshape(length, 2)
         placement = _StridedShard(0, split_factor=factor)
         split, _ = placement._split_tensor(whole, ranks, with_padding=False, contiguous=False)

@@ -125,6 +125,20 @@ def test_every_scheduler_goes_on_where_it_was(name, tmp_path):
     assert advance(restored, schedule, 6, first=5) == expected
 
 
+def test_a_function_of_torchs_own_stays_the_one_that_the_target_was_made_with(tmp_path):
+    """As in ``SWALR`` of torch 2.9: how it anneals was chosen by name, and is a function in its state."""
+    saved, fresh = (build(lambda optimizer: schedulers.StepLR(optimizer, 2)) for _ in range(2))
+    saved[2].rule, fresh[2].rule = torch.optim.swa_utils.update_bn, torch.optim.swa_utils.get_ema_avg_fn
+    advance(*saved[1:], 3)
+    ks.save(tmp_path / "s", dict(zip(("model", "optimizer", "scheduler"), saved, strict=True)))
+    ks.load(tmp_path / "s", dict(zip(("model", "optimizer", "scheduler"), fresh, strict=True)))
+    assert fresh[2].rule is torch.optim.swa_utils.get_ema_avg_fn
+    assert fresh[2].last_epoch == 3
+    saved[2].rule = advance
+    with pytest.raises(ks.UnsafeValueError, match="scheduler/rule"):
+        ks.save(tmp_path / "t", {"scheduler": saved[2]})
+
+
 def test_a_rule_with_a_state_comes_back_into_its_own_object(tmp_path):
     rules = [WarmUp(6), WarmUp(9)]
     model, optimizer, scheduler = build(lambda optimizer: schedulers.LambdaLR(optimizer, rules[0]))

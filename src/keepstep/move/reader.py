@@ -28,7 +28,16 @@ from keepstep.format.shardfile import Entry, ShardHeader, digest, header_bytes, 
 from keepstep.plan.load_plan import Piece, Read, plan_reads
 from keepstep.storage.base import Blob, Storage
 
-__all__ = ["READER_THREADS", "ShardFile", "copy_box", "open_shard", "read_named", "read_pieces", "read_proved"]
+__all__ = [
+    "READER_THREADS",
+    "ShardFile",
+    "copy_bits",
+    "copy_box",
+    "open_shard",
+    "read_named",
+    "read_pieces",
+    "read_proved",
+]
 
 READER_THREADS = min(4, max(2, os.cpu_count() or 2))
 CHUNK_BYTES = 1 << 22
@@ -380,5 +389,12 @@ def copy_box(buffer: torch.Tensor, read: Read, want: Want, target: torch.Tensor)
     view = target
     for dim, (start, size) in enumerate(zip(read.box.offsets, read.box.sizes, strict=True)):
         view = view.narrow(dim, start - want.box.offsets[dim], size)
+    copy_bits(source, view)
+
+
+def copy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies between tensors of one shape and dtype; those of one byte as bytes, for not every torch copies all of them."""
+    if source.element_size() == 1:
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
     with torch.no_grad():
-        view.copy_(source)
+        target.copy_(source)

@@ -32,6 +32,7 @@ from keepstep.state.module import broadcast_buffers, buffer_names, left_out_of, 
 from keepstep.state.optimizer import optimizer_state
 from keepstep.state.recall import ChangedError, Recall, Remembered, entries_of, replay, template_of
 from keepstep.state.rng import GENERATOR, as_stateful, is_generator
+from keepstep.state.scheduler import own_state
 from keepstep.state.shard import LayoutTable, is_dtensor
 from keepstep.state.snapshot import SharedValue, Snapshot
 
@@ -250,7 +251,7 @@ class Collector:
         if is_generator(value):
             return ObjectNode(GENERATOR, type(value).__name__, as_stateful(value).state_dict())
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            return ObjectNode("stateful", type(value).__name__, self.visit(value.state_dict(), path))
+            return ObjectNode("stateful", type(value).__name__, self.visit(own_state(value), path))
         if isinstance(value, torch.utils.data.DataLoader):
             self.refused.append(f"{path}: {_NO_POSITION}")
             return None
@@ -392,8 +393,7 @@ def wrapped(value: torch.Tensor) -> dict[str, torch.Tensor] | None:
 
 def _as_tensor(value: np.ndarray) -> torch.Tensor | None:
     try:
-        with warnings.catch_warnings():
-            # An array that cannot be written, such as a file mapped for reading: nobody writes to this tensor.
+        with warnings.catch_warnings():  # nobody writes to this tensor: the array may be a file mapped for reading
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(value)
     except (TypeError, ValueError):

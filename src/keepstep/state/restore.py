@@ -7,13 +7,11 @@ saved decides, not what a fresh object happens to contain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.format.objects import ObjectNode, TensorRef, join
 from keepstep.state.accumulation import Accumulation
@@ -32,6 +30,7 @@ from keepstep.state.optimizer import (
 )
 from keepstep.state.report import ComponentReport
 from keepstep.state.rng import GENERATOR, RngStreams, stream_for
+from keepstep.state.scheduler import other_groups
 from keepstep.state.shard import torch_dtype
 from keepstep.state.values import ABSENT, is_live
 
@@ -72,7 +71,7 @@ class Binder(TreeBinder):
         if node.kind == GENERATOR:
             return self._bind_stream(target, node, path)
         if hasattr(target, "load_state_dict"):
-            self.mismatches.extend(_other_groups(target, node.tree, path))
+            self.mismatches.extend(other_groups(target, node.tree, path))
             live = target.state_dict() if is_live(node.tree) and hasattr(target, "state_dict") else ABSENT
             tree = self._plain(node.tree, path, live)
             self._report.restored += not is_live(node.tree)
@@ -291,18 +290,3 @@ class Binder(TreeBinder):
                     continue
             made[key] = self._plain(item, below, place=place)
         return made
-
-
-def _other_groups(scheduler: Any, tree: Any, path: str) -> Iterator[str]:
-    """Where a scheduler was for another number of parameter groups: it takes any, and fails at a later step."""
-    if not isinstance(scheduler, LRScheduler) or not isinstance(tree, dict):
-        return
-    for name in ("base_lrs", "min_lrs"):
-        here, saved = getattr(scheduler, name, None), tree.get(name)
-        if isinstance(here, list) and isinstance(saved, list) and len(here) != len(saved):
-            text = f"saved for {len(saved)} parameter groups, the optimizer has {len(here)}"
-            yield f"{join(path, name)}: {text} (override= sets {len(here)} values)"
-    inner, nodes = getattr(scheduler, "_schedulers", ()), tree.get("_schedulers")
-    if isinstance(nodes, list | tuple) and len(nodes) == len(inner):
-        for index, (child, node) in enumerate(zip(inner, nodes, strict=True)):
-            yield from _other_groups(child, node, join(join(path, "_schedulers"), index))

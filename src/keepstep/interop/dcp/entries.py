@@ -140,7 +140,7 @@ class TransformedEntries(Entries):
                 self.inside[name] = Inside(_storable(key, data), box.sizes)
                 given = row_major(data)
             else:
-                given = data.getbuffer()
+                given = memoryview(data.getvalue())
             made = _transformed(given, extensions, name)
             self.sizes[item.index] = len(made)
             self.saved.append(Saved(key, "uint8", LOOSE, tuple(made.shape), whole(tuple(made.shape))))
@@ -205,15 +205,25 @@ def _transformed(data: memoryview, extensions: Sequence[Any], name: str) -> torc
         stream.close()
     except Exception as err:
         raise UsageError(f"{name}: {through(extensions)}: {err!r}; nothing was committed") from err
-    made = kept.getbuffer()
-    return torch.frombuffer(made, dtype=torch.uint8) if len(made) else torch.empty(0, dtype=torch.uint8, device="cpu")
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(kept.written, dtype=torch.uint8) if kept.written else empty
 
 
-class _Kept(io.BytesIO):
-    """Keeps what was written when it is closed: an extension closes what it writes to."""
+class _Kept(io.RawIOBase):
+    """Has what was written also when it is closed: an extension closes what it writes to."""
 
-    def close(self) -> None:
-        """Nothing."""
+    def __init__(self) -> None:
+        self.written = bytearray()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Keeps all of it."""
+        view = memoryview(data).cast("B")
+        self.written += view
+        return len(view)
 
 
 def _refuse_unsafe(plan: SavePlan, planner: SavePlanner) -> None:

@@ -34,7 +34,7 @@ from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.checkpointer.saving import no_collection
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
-from keepstep.errors import CorruptError, MismatchError, UnsafeValueError, UsageError, listed
+from keepstep.errors import CheckpointError, CorruptError, MismatchError, UnsafeValueError, UsageError, listed
 from keepstep.foreign.dcp.items import undone
 from keepstep.foreign.dcp.metadata import parse_metadata
 from keepstep.foreign.dcp.step import show_directory
@@ -46,7 +46,7 @@ from keepstep.format.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from keepstep.format.objects import TensorRef
 from keepstep.interop.dcp.writer import alone_at, is_place
 from keepstep.interop.dcp.written import Inside, Notes, Part, names_in, names_noted, notes_of, part_name
-from keepstep.move.reader import read_pieces
+from keepstep.move.reader import copy_bits, read_pieces
 from keepstep.plan.load_plan import find_pieces
 from keepstep.state.shard import torch_dtype, writable
 from keepstep.state.values import materialise
@@ -88,6 +88,7 @@ class Reader(StorageReader):
         self._cast = cast
         self._strict = strict
         self._step: _Step | None = None
+        self._failed: CheckpointError | None = None
 
     @property
     def path(self) -> Any:
@@ -103,7 +104,7 @@ class Reader(StorageReader):
         """Begins anew, at another place where one is given."""
         if checkpoint_id:
             self._path = cast(Place, checkpoint_id)
-        self._step = None
+        self._step = self._failed = None
         self.load_id = secrets.token_hex(8)
 
     @no_collection()
@@ -113,21 +114,39 @@ class Reader(StorageReader):
         Raises:
             StepNotFoundError, CorruptError: see the class.
         """
+        rank = kwargs.get("rank")
+        try:
+            self._step = self._found(rank)
+        except CheckpointError as err:
+            if rank is None or self._failed is None:
+                self._failed = err
+                raise
+            # torch asks twice, and some versions of it say of neither error more than that there was one.
+            return Metadata({})
+        self._failed = None
+        cast(StorageMeta, self._step.metadata.storage_meta).load_id = self.load_id
+        return self._step.metadata
+
+    def _found(self, rank: int | None) -> _Step:
         if self._path is None:
             raise UsageError("Reader() was given no path, and the call no checkpoint_id")
-        storage, rank, raw = storage_of(self._path), kwargs.get("rank"), b""
+        storage, raw = storage_of(self._path), b""
         if rank is not None:
             own = f"__{rank}{MANIFEST_NAME}"
             if any(name == own for name, _ in storage.list("")):
                 raw = read_blob(storage, own, MAX_MANIFEST_BYTES)
             else:
                 storage = storage_of(alone_at(self._path, int(rank)))
-        self._step = _Step(storage, raw, self._registry)
-        cast(StorageMeta, self._step.metadata.storage_meta).load_id = self.load_id
-        return self._step.metadata
+        return _Step(storage, raw, self._registry)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Takes the metadata that was read; reads it where another reader did that."""
+        """Takes the metadata that was read; reads it where another reader did that.
+
+        Raises:
+            StepNotFoundError, CorruptError: see the class.
+        """
+        if self._failed is not None:
+            raise self._failed
         if self._step is None:
             self.read_metadata()
 
@@ -310,8 +329,8 @@ class _Step:
             torch.save(materialise(self._values[name], cast(Any, self)), file)
             file.seek(0)
             return file
-        if file.getbuffer()[: len(ARCHIVE)] == ARCHIVE:
-            load_plain(file.getvalue(), name)
+        if (raw := file.getvalue())[: len(ARCHIVE)] == ARCHIVE:
+            load_plain(raw, name)
         elif unpickles:
             raise UnsafeValueError([f"{name}: bytes that another planner has made, which this one would unpickle"])
         return file
@@ -327,7 +346,7 @@ class _Step:
         for item, target in zip(items, targets, strict=True):
             asked.setdefault(self._name_of(item), []).append((item, target))
         for name, each in asked.items():
-            ref, found = self.refs[name], self._undone(name).getbuffer()
+            ref, found = self.refs[name], bytearray(self._undone(name).getvalue())
             dtype = torch_dtype(ref.dtype)
             expected = math.prod(ref.shape) * dtype.itemsize
             if len(found) != expected:
@@ -339,8 +358,7 @@ class _Step:
                 part = tensor
                 for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     part = part.narrow(dim, start, size)
-                with torch.no_grad():
-                    target.copy_(part)
+                copy_bits(part, target)
 
     def _undone(self, name: str) -> io.BytesIO:
         made = self[self._made[name].key]
