@@ -135,7 +135,7 @@ def test_a_function_of_torchs_own_stays_the_one_that_the_target_was_made_with(tm
     assert fresh[2].rule is torch.optim.swa_utils.get_ema_avg_fn
     assert fresh[2].last_epoch == 3
     saved[2].rule = advance
-    with pytest.raises(ks.UnsafeValueError, match="scheduler/rule"):
+    with pytest.raises(UnsafeValueError, match="scheduler/rule"):
         ks.save(tmp_path / "t", {"scheduler": saved[2]})
 
 
