@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import keepstep as ks
+from keepstep.errors import UnsafeValueError
 from tests.helpers.same import assert_same, rng_state
 
 
