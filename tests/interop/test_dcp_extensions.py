@@ -20,7 +20,8 @@ import keepstep as ks
 from keepstep.check.verify import verify
 from keepstep.cli.main import app
 from keepstep.errors import MismatchError, UnsafeValueError
-from keepstep.interop.dcp import Reader, Writer
+from keepstep.interop.dcp import Reader, Writer, named
+from keepstep.move import reader
 from keepstep.storage.local import storage_of
 from tests.helpers.same import assert_same
 from tests.interop import dcp_checks as checks
@@ -129,8 +130,8 @@ def save(path: Path | str, state: dict[str, Any], *extensions: Own, **options: A
 
 
 def load(path: Path | str, state: dict[str, Any], *known: type[Own], **options: Any) -> dict[str, Any]:
-    reader = Reader(path, _extension_registry=registry(*known), **options)
-    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    ours = Reader(path, _extension_registry=registry(*known), **options)
+    dcp.load(state, storage_reader=ours, no_dist=not dist.is_initialized())
     return state
 
 
@@ -224,6 +225,20 @@ def test_a_spoilt_byte_is_found_before_an_extension_sees_it(tmp_path):
         load(tmp_path / "s", emptied(state))
 
 
+def test_many_entries_are_read_together(tmp_path, monkeypatch):
+    """Each by itself would open the file and read its header again for every tensor and every value."""
+    state = {**{f"w{number}": torch.full((3,), float(number)) for number in range(40)}, **dict.fromkeys("abcdef", 1)}
+    save(tmp_path / "s", state, Smaller())
+    opened: list[str] = []
+    opens = reader.open_shard
+    monkeypatch.setattr(reader, "open_shard", lambda *args: opened.append(args[2]) or opens(*args))
+    assert_same(load(tmp_path / "s", emptied(state)), state)
+    assert opened.count("tensors") == 2  # for the tensors, and for the values
+    monkeypatch.setattr(named, "TOGETHER_BYTES", 300)
+    assert_same(load(tmp_path / "s", emptied(state)), state)
+    assert opened.count("tensors") > 4
+
+
 def test_what_torch_wrote_through_an_extension_is_read(tmp_path):
     state = {"w": torch.arange(6.0), "v": {"x": [1, "two"]}}
     checks.write(tmp_path / "d", state, _extensions=[Turned()])
@@ -259,8 +274,8 @@ def test_bytes_of_a_planner_go_to_no_planner_that_unpickles_what_it_is_given(tmp
     with pytest.raises(CheckpointException, match="v: bytes that another planner has made"):
         load(tmp_path / "s", {"w": torch.zeros(2), "v": None})
     target = {"w": torch.zeros(2), "v": None}
-    reader = Reader(tmp_path / "s", _extension_registry=registry())
-    dcp.load(target, storage_reader=reader, planner=Unpickled(flatten_state_dict=False), no_dist=True)
+    ours = Reader(tmp_path / "s", _extension_registry=registry())
+    dcp.load(target, storage_reader=ours, planner=Unpickled(flatten_state_dict=False), no_dist=True)
     assert_same(target, state)
 
 
@@ -269,9 +284,9 @@ def _save_sharded(rank: int, path: str) -> None:
     alone = f"{path}-alone"
     writer = Writer(alone, _extensions=[Turned()])
     dcp.save({"t": checks.sharded()}, storage_writer=writer, use_collectives=False)
-    reader = Reader(alone, _extension_registry=registry())
+    ours = Reader(alone, _extension_registry=registry())
     found = checks.sharded(empty=True)
-    dcp.load({"t": found}, storage_reader=reader)
+    dcp.load({"t": found}, storage_reader=ours)
     _assert_sharded(found)
 
 

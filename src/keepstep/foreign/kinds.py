@@ -1,4 +1,4 @@
-"""Which program has left a checkpoint in a folder that has no manifest of ours, by the names there. Imports no torch."""
+"""Which program has left a checkpoint in a folder, by the names there, and by which bytes it is known. Imports no torch."""
 
 from __future__ import annotations
 

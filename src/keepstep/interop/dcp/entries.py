@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,7 @@ class Entries(Sequence[tuple[torch.Tensor, ...]]):
     """
 
     def __init__(self) -> None:
-        self._items: list[WriteItem | torch.Tensor] = []
+        self._items: list[torch.Tensor | Callable[[], Any]] = []
         self.saved: list[Saved] = []
         self.names: dict[str, str] = {}
         self.sizes: dict[MetadataIndex, int] = {}
@@ -51,9 +52,8 @@ class Entries(Sequence[tuple[torch.Tensor, ...]]):
 
     def __getitem__(self, index: Any) -> Any:
         item = self._items[index]
-        if isinstance(item, WriteItem):
-            item = self._made(item)
-        return (item.detach().resolve_conj().resolve_neg(),)
+        tensor = item if isinstance(item, torch.Tensor) else item()
+        return (tensor.detach().resolve_conj().resolve_neg(),)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         return (self[index] for index in range(len(self._items)))
@@ -75,9 +75,6 @@ class Entries(Sequence[tuple[torch.Tensor, ...]]):
             ends[saved.folder] = stop
         return tuple(FilePlan(folder, tuple(each), ends[folder]) for folder, each in slots.items())
 
-    def _made(self, item: WriteItem) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class PlainEntries(Entries):
     """Tensors as the planner gives them, and plain values as a tree.
@@ -91,7 +88,6 @@ class PlainEntries(Entries):
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, folders: dict[str, str], *, apart: bool) -> None:
         super().__init__()
-        self._planner = planner
         plain = is_plain(planner)
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
@@ -104,7 +100,7 @@ class PlainEntries(Entries):
             self.sizes[item.index] = box.elements * ITEM_BYTES[dtype]
             self.saved.append(Saved(key, dtype, folders.get(str(path[0]), LOOSE), shape, box))
             # One that the planner makes is made again when its turn comes: all of them may be more than the memory holds.
-            self._items.append(tensor if plain else item)
+            self._items.append(tensor if plain else partial(planner.resolve_data, item))
         values, self.raw = values_of(plan, planner)
         if values:
             snapshot = capture(values, rank=0, world=1)
@@ -113,9 +109,6 @@ class PlainEntries(Entries):
                 shape = tuple(local.shape)
                 self.saved.append(Saved(spec.key, spec.dtype, "tensors", shape, whole(shape)))
                 self._items.append(local)
-
-    def _made(self, item: WriteItem) -> torch.Tensor:
-        return cast(torch.Tensor, self._planner.resolve_data(item))
 
 
 class TransformedEntries(Entries):
