@@ -37,7 +37,9 @@ ROUNDING = 1e-4  # relative; sums over another number of ranks are taken in anot
 ATTEMPTS = 4
 LEG_TIMEOUT_S = 120
 COMMIT_TIMEOUT_S = 30
+NO_AGENT = 3  # the exit status of `keepstep agent stop` where there is none
 SCRIPT = Path(__file__).with_name("train_gpt.py")
+KEEPSTEP = [sys.executable, "-m", "keepstep.cli.main"]
 
 console = Console(highlight=False)
 
@@ -106,16 +108,22 @@ def steps_of(run: Path) -> dict[int, dict]:
 # --- the agent ------------------------------------------------------------------------------------------------------
 
 
-def keepstep(*arguments: str) -> str:
-    """What the command line says."""
-    command = [sys.executable, "-m", "keepstep.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def agents(folder: Path) -> dict[Path, int]:
     """Runs in this folder, and the process of the agent that works for each of them."""
-    found = json.loads(keepstep("agent", "status", "--json"))["agents"]
+    asked = subprocess.run([*KEEPSTEP, "agent", "status", "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(asked.stdout)["agents"]
     return {Path(one["root"]): one["pid"] for one in found if Path(one["root"]).is_relative_to(folder.resolve())}
+
+
+def stop_agents(folder: Path) -> None:
+    """Has all agents of runs in this folder leave, which by themselves they do a minute after the last trainer.
+
+    One may do so between the question and the request: then the command says that there is none, with a status of its own.
+    """
+    for run in agents(folder):
+        ended = subprocess.run([*KEEPSTEP, "agent", "stop", str(run)], capture_output=True, text=True, check=False)
+        if ended.returncode not in (0, NO_AGENT):
+            raise SystemExit(f"the agent of {run} could not be stopped:\n{ended.stdout}{ended.stderr}")
 
 
 # --- the kills ------------------------------------------------------------------------------------------------------
@@ -316,9 +324,7 @@ def main() -> int:
         try:
             verdicts = story(Path(folder))
         finally:
-            # By themselves they leave a minute after the last trainer.
-            for run in agents(Path(folder)):
-                keepstep("agent", "stop", str(run))
+            stop_agents(Path(folder))
     show(verdicts)
     console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if all(v.holds for v in verdicts) else 1

@@ -51,7 +51,7 @@ from keepstep.format.failure import Failure
 from keepstep.move.arena import CHUNK_BYTES
 from keepstep.move.writer import FileHead
 from tests.agent.gate import WRITING, Gate
-from tests.helpers.agents import agent_of, is_alive, kill_agent, stop_agents, wait_until
+from tests.helpers.agents import agent_of, agents_running, is_alive, kill_agent, stop_agents, wait_until
 
 MIB = 1 << 20
 NOBODY = 65534
@@ -199,6 +199,33 @@ def test_an_agent_stays_with_its_trainer_and_leaves_after_its_linger_time(tmp_pa
     wait_until(lambda: not is_alive(pid))
     assert not socket_path(str(tmp_path)).exists()
     assert agent_log(str(tmp_path)).read_text().splitlines()[-1].endswith("leaving: 0 saves committed, 0 failed")
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_ready_after_whoever_started_it_has_died_takes_nobodys_place(tmp_path):
+    with AgentClient(str(tmp_path), 0, 60.0) as client:
+        reader, writer = os.pipe()
+        os.close(reader)
+        script = "import sys; from keepstep.agent.server import main; main(sys.argv[1:])"
+        late = [sys.executable, "-c", script, str(tmp_path), "60.0", str(writer)]
+        subprocess.run(late, pass_fds=(writer,), check=True)
+        os.close(writer)
+        wait_until(lambda: agents_running(tmp_path) == [client.pid], what="the end of the one that came too late")
+        assert agent_of(tmp_path).pid == client.pid
+
+
+@pytest.mark.slow
+def test_an_agent_that_nobody_finds_any_more_leaves_with_its_last_trainer(tmp_path):
+    path = socket_path(str(tmp_path))
+    with AgentClient(str(tmp_path), 0, 60.0) as last:
+        # As whoever tidies temporary folders does.
+        path.unlink()
+        with AgentClient(str(tmp_path), 1, 60.0) as second:
+            assert second.pid != last.pid
+            last.lend(MIB, 0, None)
+            last.close()
+            wait_until(lambda: not is_alive(last.pid), what="the end of the agent that nobody finds")
+            assert agent_of(tmp_path).pid == second.pid
 
 
 @pytest.mark.slow

@@ -229,6 +229,16 @@ def test_the_demo_sees_missing_steps():
     assert not compare("", {**whole, 7: whole[6]}, "", whole, first=4, exact=True).holds
 
 
+def test_the_demo_does_not_mind_an_agent_that_leaves_before_it_is_told_to(tmp_path):
+    """An agent that was there when the demo asked leaves by itself a minute after its last trainer."""
+    stop_agents = runpy.run_path(str(ROOT / "examples/demo.py"))["stop_agents"]
+    stop_agents.__globals__["agents"] = lambda folder: {folder / "left": 0}
+    stop_agents(tmp_path)
+    stop_agents.__globals__["agents"] = lambda folder: {"": 0}
+    with pytest.raises(SystemExit, match="is not a path"):
+        stop_agents(tmp_path)
+
+
 def test_the_demo_holds():
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples/demo.py")], capture_output=True, text=True, timeout=280, check=False

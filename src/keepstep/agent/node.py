@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import select
 import socket
 import stat
 import struct
@@ -26,7 +27,17 @@ from typing import ClassVar
 from keepstep.errors import AgentError, RunOwnedError
 from keepstep.storage.local import make_folders
 
-__all__ = ["Owner", "agent_log", "agent_names", "listener_at", "lock", "runtime_folder", "settle_in", "socket_path"]
+__all__ = [
+    "Door",
+    "Owner",
+    "agent_log",
+    "agent_names",
+    "listener_at",
+    "lock",
+    "runtime_folder",
+    "settle_in",
+    "socket_path",
+]
 
 OWNER_PATIENCE_S = 10.0
 NICE = 5
@@ -67,6 +78,36 @@ def listener_at(path: Path) -> int:
         except OSError:
             return 0
         return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+class Door:
+    """The socket at which the agent of a root is found. Whoever opens one takes the place of what is there."""
+
+    def __init__(self, root: str) -> None:
+        self._path = socket_path(root)
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.bind(str(self._path))
+        self._file = self._path.stat()
+        self._path.chmod(0o600)
+        self.socket.listen(64)
+
+    def is_found(self) -> bool:
+        """Whether callers still come here: the file may have been tidied away, or be another agent's by now."""
+        try:
+            return os.path.samestat(self._path.stat(), self._file)
+        except OSError:
+            return False
+
+    def knocked(self) -> bool:
+        """Whether somebody waits to be let in."""
+        return bool(select.select([self.socket], [], [], 0)[0])
+
+    def take_down(self) -> None:
+        """Nobody finds it any more. Another agent's stays where it is."""
+        if self.is_found():
+            self._path.unlink(missing_ok=True)
 
 
 def agent_log(root: str, *, make: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""The agent as a process: ``python -m keepstep.agent.server ROOT``. Started by a trainer, it outlives it.
+"""The agent as a process. Started by a trainer (``agent/client.py``), it outlives it.
 
 It owns the arenas, as shared memory that trainers map, so a job that was submitted is finished whatever becomes of the
 trainer. It leaves by itself when no trainer is connected, nothing is left to do, and its linger time is over.
@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 
 from keepstep.agent.board import Place, memory_bytes
 from keepstep.agent.hub import Hub
-from keepstep.agent.node import agent_log, lock, settle_in, socket_path
+from keepstep.agent.node import Door, agent_log, lock, settle_in
 from keepstep.agent.protocol import (
     Abort,
     ArenaGiven,
@@ -56,7 +55,6 @@ from keepstep.storage.local import LocalStorage, storage_of
 
 __all__ = ["Agent", "main"]
 
-LINGER_S = 60.0
 PAUSE_S = 0.2
 _log = logging.getLogger("keepstep")
 
@@ -107,14 +105,8 @@ class Agent:
         self._started = time.time()
         self._last_seen = time.monotonic()
         self._leaving = threading.Event()
-        self._path = socket_path(root)
-        with contextlib.suppress(FileNotFoundError):
-            # The lock is held, and nobody answered: what is there was left by an agent that died.
-            self._path.unlink()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self._path))
-        self._path.chmod(0o600)
-        self._socket.listen(64)
+        # Whoever starts an agent holds the lock, and nobody answered: what is there was left by one that died.
+        self._door = Door(root)
 
     def run(self) -> None:
         """Serves until it is told to leave, or nobody needs it any more."""
@@ -126,28 +118,28 @@ class Agent:
                 if self._trainers or self._hub.open_parts() or (self._uploader is not None and self._uploader.busy):
                     self._last_seen = time.monotonic()
             self._scrubber.look(idle=not self._hub.open_parts())
-            if time.monotonic() - self._last_seen > self._linger_s and self._may_leave():
+            # Nobody will come to where nobody finds it.
+            linger_s = self._linger_s if self._door.is_found() else 0.0
+            if time.monotonic() - self._last_seen > linger_s and self._may_leave():
                 break
-        else:
-            # Only here: where it was removed already, another agent's socket may be in its place by now.
-            self._path.unlink(missing_ok=True)
+        self._door.take_down()
         self._scrubber.close()
         _log.info("leaving: %d saves committed, %d failed", self._hub.board.committed, self._hub.board.failed)
 
     def _may_leave(self) -> bool:
         """Nobody can be about to connect: trainers connect under the lock, and find the socket gone after it."""
         with lock(), self._lock:
-            if self._connected or select.select([self._socket], [], [], 0)[0]:
+            if self._connected or self._door.knocked():
                 return False
-            self._path.unlink(missing_ok=True)
+            self._door.take_down()
             return True
 
     def _accept(self) -> None:
         while True:
-            select.select([self._socket], [], [])
+            select.select([self._door.socket], [], [])
             try:
                 with self._lock:
-                    connection, _ = self._socket.accept()
+                    connection, _ = self._door.socket.accept()
                     self._connected += 1
             except OSError as err:
                 _log.warning("a trainer could not be let in: %s", err)
@@ -356,14 +348,12 @@ def _free(shared: _SharedArena) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the agent of ``arguments[0]``, in the background: the caller's process ends at once.
+    """Runs an agent in the background: the process that was started ends at once.
 
     Args:
-        arguments: the root, and optionally for how many seconds to linger, and a descriptor to write to when it listens.
+        arguments: the root, for how many seconds to linger, and a descriptor to write to when it listens.
     """
-    root = arguments[0]
-    linger_s = float(arguments[1]) if len(arguments) > 1 else LINGER_S
-    ready = int(arguments[2]) if len(arguments) > 2 else -1
+    root, linger_s, ready = arguments[0], float(arguments[1]), int(arguments[2])
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -377,13 +367,17 @@ def main(arguments: list[str]) -> None:
     _log.setLevel(logging.INFO)
     _log.propagate = False
     try:
-        agent = Agent(root, linger_s)
-        _log.info("agent of %s listens, process %d", root, os.getpid())
-        if ready >= 0:
-            os.write(ready, b"ready")
+        if _has_no_reader(ready):
+            # The lock has gone with whoever held it, and another agent may have come meanwhile.
+            _log.warning("process %d leaves: whoever wanted an agent has died", os.getpid())
+        else:
+            agent = Agent(root, linger_s)
+            _log.info("agent of %s listens, process %d", root, os.getpid())
+            with contextlib.suppress(BrokenPipeError):
+                os.write(ready, b"ready")
             os.close(ready)
-        os.chdir("/")
-        agent.run()
+            os.chdir("/")
+            agent.run()
     except Exception:
         _log.exception("the agent ends")
         raise
@@ -394,5 +388,7 @@ def main(arguments: list[str]) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _has_no_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
