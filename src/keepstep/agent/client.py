@@ -376,9 +376,14 @@ def _start(root: str, linger_s: float) -> None:
             )
         os.close(theirs)
         theirs = -1
-        if process.wait(START_S) == 0 and select.select([ours], [], [], START_S)[0] and os.read(ours, 5):
-            return
-        reason = "it ended at once"
+        reason = f"it did not listen within {START_S:g} s"
+        if select.select([ours], [], [], START_S)[0]:
+            # It listens, or has ended: then nobody holds the other end any more. (It is the child of the one started here.)
+            listens = os.read(ours, 5)
+            process.wait(START_S)
+            if listens:
+                return
+            reason = "it ended at once"
     except (OSError, subprocess.TimeoutExpired) as err:
         reason = str(err)
     finally:
