@@ -7,6 +7,7 @@
     ├─ StepExistsError (FileExistsError)    step-exists        4   that step is already committed
     ├─ MismatchError (ValueError)           mismatch           5   state and checkpoint differ; all differences listed
     ├─ UnsafeValueError (TypeError)         unsafe-value       5   a value cannot be stored without pickle
+    │  └─ UnsafeFileError                   unsafe-file        5   a file could run code of its own
     ├─ FormatError (ValueError)             format             6   newer or unknown format version
     ├─ CorruptError (ValueError)            corrupt            7   digest, hole, overlap, truncation
     ├─ StorageError (OSError)               storage            8   the storage refused an operation
@@ -47,6 +48,7 @@ __all__ = [
     "StepNotFoundError",
     "StorageError",
     "UnprovenError",
+    "UnsafeFileError",
     "UnsafeValueError",
     "UsageError",
     "listed",
@@ -132,9 +134,22 @@ class UnsafeValueError(CheckpointError, TypeError):
     exit_status = 5
     remedy = "Register the class with ks.register, or store plain values instead. Nothing was written."
 
+    _what = "the state holds values that cannot be stored safely:"
+
     def __init__(self, refused: Iterable[str]) -> None:
         self.refused = tuple(refused)
-        super().__init__("the state holds values that cannot be stored safely:" + listed(self.refused))
+        super().__init__(self._what + listed(self.refused))
+
+
+class UnsafeFileError(UnsafeValueError):
+    """A file of another program holds what is not read, for it could run code of its own; refused while loading."""
+
+    code = "unsafe-file"
+    remedy = (
+        "Where you trust the file: declare its classes safe to torch (torch.serialization.add_safe_globals), or pass the"
+        " registry that knows its extensions. Nothing of it was run, and nothing in the target was changed."
+    )
+    _what = "the files hold what is not read, for it could run code of their own:"
 
 
 class FormatError(CheckpointError, ValueError):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import keepstep as ks
 from keepstep.check.verify import verify
 from keepstep.cli.main import app
-from keepstep.errors import MismatchError, UnsafeValueError
+from keepstep.errors import MismatchError, UnsafeFileError
 from keepstep.interop.dcp import Reader, Writer, named
 from keepstep.move import reader
 from keepstep.storage.local import storage_of
@@ -244,7 +244,7 @@ def test_what_torch_wrote_through_an_extension_is_read(tmp_path):
     checks.write(tmp_path / "d", state, _extensions=[Turned()])
     target = load(tmp_path / "d", {"w": torch.zeros(6), "v": {"x": None}})
     assert_same(target, state)
-    with pytest.raises(UnsafeValueError, match=r"test\.turned"):
+    with pytest.raises(UnsafeFileError, match=r"test\.turned"):
         ks.load(tmp_path / "d", into=target)
 
 

@@ -20,6 +20,7 @@ from keepstep.errors import (
     MismatchError,
     StepExistsError,
     StepNotFoundError,
+    UnsafeFileError,
     UnsafeValueError,
     UsageError,
 )
@@ -183,7 +184,7 @@ def test_an_optimizer_of_another_size_is_refused(file):
 def test_classes_are_refused_by_name_when_they_come(tmp_path):
     value = {"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "path": Path("x"), "more": deque([1])}
     torch.save(value, tmp_path / "a.pt")
-    with pytest.raises(UnsafeValueError) as caught:
+    with pytest.raises(UnsafeFileError) as caught:
         show_file(tmp_path / "a.pt")
     assert len(caught.value.refused) >= 3
     for name in ("argparse.Namespace", "PosixPath", "collections.deque", "add_safe_globals([Namespace])"):
@@ -234,7 +235,7 @@ def test_a_damaged_file_is_found(file, tmp_path):
         list(proving(flipped))
     for name, data in (("short", raw[: len(raw) // 2]), ("empty", b""), ("text", b"hello"), ("tail", raw[-5000:])):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises((CorruptError, UnsafeValueError)):
+        with pytest.raises((CorruptError, UnsafeFileError)):
             show_file(tmp_path / name)
     with pytest.raises(StepNotFoundError):
         show_file(tmp_path / "nothing")
@@ -247,10 +248,10 @@ class Hostile:
 
 def test_nothing_of_a_file_is_run(tmp_path):
     torch.save({"a": Hostile()}, tmp_path / "a.pt")
-    with pytest.raises(UnsafeValueError, match="eval"):
+    with pytest.raises(UnsafeFileError, match="eval"):
         show_file(tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Hostile(), protocol=2))
-    with pytest.raises((UnsafeValueError, CorruptError)):
+    with pytest.raises((UnsafeFileError, CorruptError)):
         show_file(tmp_path / "b.pt")
 
 

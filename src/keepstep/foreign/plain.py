@@ -21,7 +21,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import torch
 
-from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.errors import CorruptError, UnsafeFileError
 from keepstep.format.dtypes import ITEM_BYTES
 
 __all__ = ["STORAGE_DTYPES", "Call", "has_checksums", "load_plain", "row_major"]
@@ -176,7 +176,7 @@ def load_plain(data: bytes, what: str) -> Any:
         what: what it is, for messages.
 
     Raises:
-        UnsafeValueError: it names a class that is not plain, and that the user has not declared safe to torch either.
+        UnsafeFileError: it names a class that is not plain, and that the user has not declared safe to torch either.
         CorruptError: it is damaged, or no such archive.
     """
     try:
@@ -214,7 +214,7 @@ def _load_declared(data: bytes, what: str) -> Any:
     except pickle.UnpicklingError as err:
         told = str(err).partition("GLOBAL ")[2].split(maxsplit=1)
         name = told[0] if told else str(err).splitlines()[0]
-        raise UnsafeValueError(
+        raise UnsafeFileError(
             [f"{what}: {name}. Where you trust it: torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])"]
         ) from err
     except Exception as err:

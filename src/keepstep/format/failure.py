@@ -37,7 +37,7 @@ class Failure(msgspec.Struct, frozen=True):
             made: CheckpointError = StorageError(self.operation, self.key, OSError(self.errno, ""))
             made.args = (self.errno, self.text)
             return made
-        if self.code == "unsafe-value":
+        if self.code in ("unsafe-value", "unsafe-file"):
             return RankFailedError(self.text, {}, {})
         made = _CLASSES.get(self.code, CheckpointError)(self.text)
         if isinstance(made, MismatchError):
@@ -63,7 +63,7 @@ def failure_of(error: BaseException) -> Failure:
 def failure_in(call: str, error: BaseException) -> Failure:
     """How the coordinator's error in a call is told to the others: as itself where it speaks of all ranks."""
     failure = failure_of(error)
-    if isinstance(error, CheckpointError) and failure.code not in ("storage", "staging", "unsafe-value"):
+    if isinstance(error, CheckpointError) and failure.code not in ("storage", "staging", "unsafe-value", "unsafe-file"):
         return failure
     code = error.code if isinstance(error, CheckpointError) else ""
     text = f"{type(error).__name__}: {error}"

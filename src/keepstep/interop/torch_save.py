@@ -24,7 +24,15 @@ import torch
 
 from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
-from keepstep.errors import CorruptError, StepExistsError, StepNotFoundError, StorageError, UnsafeValueError, UsageError
+from keepstep.errors import (
+    CorruptError,
+    StepExistsError,
+    StepNotFoundError,
+    StorageError,
+    UnsafeFileError,
+    UnsafeValueError,
+    UsageError,
+)
 from keepstep.foreign.kinds import FOREIGN
 from keepstep.foreign.shown import ShownStep
 from keepstep.format.box import whole
@@ -88,7 +96,8 @@ def show_file(
         step: the number to show it under.
 
     Raises:
-        UnsafeValueError: it names classes that ``weights_only`` refuses, or holds what a step cannot; lists all of it.
+        UnsafeFileError: it names classes that ``weights_only`` refuses; lists all of them.
+        UnsafeValueError: it holds what a step cannot; lists all of it.
         CorruptError: it is damaged, or no such file. StepNotFoundError: there is none.
     """
     path = Path(file).expanduser().absolute()
@@ -228,7 +237,7 @@ def _loaded(path: Path) -> Any:
             raise CorruptError(f"{path} cannot be read: {lines[0]}") from err
         hint = "where you trust it: torch.serialization.add_safe_globals([{}])"
         named = [f"{path.name}: {name}; {hint.format(name.rpartition('.')[2])}" for name in sorted(unsafe)]
-        raise UnsafeValueError(named or [f"{path.name}: {lines[0]}"]) from err
+        raise UnsafeFileError(named or [f"{path.name}: {lines[0]}"]) from err
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as err:
         raise CorruptError(f"{path} is damaged, or no file of torch.save: {err}") from err
     except OSError as err:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
-from keepstep.errors import CorruptError, StorageError, UnsafeValueError
+from keepstep.errors import CorruptError, StorageError, UnsafeFileError
 from keepstep.foreign.dcp.metadata import Chunk, Item, SavedTensor, SavedValue
 from keepstep.foreign.kinds import ARCHIVE
 from keepstep.foreign.plain import STORAGE_DTYPES, Call, has_checksums, load_plain, row_major
@@ -260,7 +260,7 @@ def read_value(blob: Blob, saved: SavedValue, registry: Any = None) -> Any:
     """A plain value; tensors in it are read with it.
 
     Raises:
-        UnsafeValueError: it is made of a class that is not plain; names it. Nothing of it was run.
+        UnsafeFileError: it is made of a class that is not plain; names it. Nothing of it was run.
         CorruptError: there is nothing of that kind.
     """
     item = saved.item
@@ -283,7 +283,7 @@ def undone(stream: Any, descriptors: Sequence[str], registry: Any, what: str) ->
         what: what it is, for messages.
 
     Raises:
-        UnsafeValueError: by one that this registry does not know.
+        UnsafeFileError: by one that this registry does not know.
         CorruptError: an extension cannot undo it.
     """
     through = f"{what}: written through {', '.join(descriptors)}"
@@ -291,7 +291,7 @@ def undone(stream: Any, descriptors: Sequence[str], registry: Any, what: str) ->
         known: Any = registry or ExtensionRegistry()
         extensions = known.from_descriptor_list(descriptors)
     except (ValueError, LookupError, AttributeError, ImportError, AssertionError) as err:
-        raise UnsafeValueError([f"{through}: {err}"]) from err
+        raise UnsafeFileError([f"{through}: {err}"]) from err
     try:
         for one in extensions:
             stream = one.transform_from(stream)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.errors import CorruptError, UnsafeFileError
 from keepstep.foreign.plain import Call
 from keepstep.format.box import Box
 from keepstep.format.dtypes import ITEM_BYTES
@@ -191,12 +191,12 @@ class _Unpickler(pickle.Unpickler):
             return _Dtype(name)
         found = _ALLOWED.get((module, name))
         if found is None:
-            raise UnsafeValueError([f"{module}.{name}, which is no part of torch's own records"])
+            raise UnsafeFileError([f"{module}.{name}, which is no part of torch's own records"])
         return found
 
     def persistent_load(self, _: Any) -> Any:
         """Refuses: torch refers to nothing outside of this file."""
-        raise UnsafeValueError(["a reference to something outside of the file"])
+        raise UnsafeFileError(["a reference to something outside of the file"])
 
 
 def parse_metadata(raw: bytes, name: str) -> Directory:
@@ -207,13 +207,13 @@ def parse_metadata(raw: bytes, name: str) -> Directory:
         name: where it came from, for messages.
 
     Raises:
-        UnsafeValueError: it names something that does not belong there; nothing of it was run.
+        UnsafeFileError: it names something that does not belong there; nothing of it was run.
         CorruptError: it is no such metadata, or contradicts itself; lists everything.
     """
     try:
         read = _Unpickler(io.BytesIO(raw)).load()
-    except UnsafeValueError as err:
-        raise UnsafeValueError([f"{name}: {text}" for text in err.refused]) from err
+    except UnsafeFileError as err:
+        raise UnsafeFileError([f"{name}: {text}" for text in err.refused]) from err
     except Exception as err:
         raise CorruptError(f"{name}: cannot be read as the metadata of a DCP checkpoint: {err}") from err
     if type(read) is not _Metadata or not isinstance(read.state, dict):
@@ -283,7 +283,7 @@ def _tensor(key: str, path: Path, what: dict[str, Any], items: Mapping[Any, Item
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     shape = _sizes(what["size"])
     if type(dtype) is not _Dtype or dtype.name not in ITEM_BYTES:
-        raise UnsafeValueError(
+        raise UnsafeFileError(
             [f"{key}: a tensor of dtype {getattr(dtype, 'name', dtype)}, which keepstep does not store"]
         )
     chunks = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from keepstep.errors import CorruptError, StorageError, UnsafeValueError
+from keepstep.errors import CorruptError, StorageError, UnsafeFileError
 from keepstep.foreign.dcp.items import find_extent, prove, read_value
 from keepstep.foreign.dcp.metadata import METADATA_NAME, Chunk, Directory, Item, SavedTensor, SavedValue, parse_metadata
 from keepstep.foreign.shown import OpenFiles
@@ -63,7 +63,7 @@ def proving(storage: Storage, raw: bytes) -> Iterator[Proved]:
         raw: its ``.metadata``.
 
     Raises:
-        UnsafeValueError: the metadata names what is no part of torch's own records; nothing of it was run.
+        UnsafeFileError: the metadata names what is no part of torch's own records; nothing of it was run.
         StorageError: the folder cannot be read.
     """
     proved = Proved()
@@ -128,7 +128,7 @@ def _prove(opened: OpenFiles, saved: SavedTensor | SavedValue, chunk: Chunk | No
         blob = opened.of(chunk.item.file)
         extent = find_extent(blob, saved, chunk)
         prove(blob, extent, f"{chunk.item.file}: {saved.name!r}{chunk.box}")
-    except UnsafeValueError as err:
+    except UnsafeFileError as err:
         # Its checksums were compared before it was found out what it is.
         proved.notes.extend(f"not read: {text}" for text in err.refused)
         return True

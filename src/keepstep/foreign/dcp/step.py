@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep.errors import CorruptError, UnsafeValueError, UsageError
+from keepstep.errors import CorruptError, UnsafeFileError, UsageError
 from keepstep.foreign.dcp.items import Extent, find_extent, prove, read_value
 from keepstep.foreign.dcp.metadata import METADATA_NAME, Chunk, Directory, SavedTensor, SavedValue, parse_metadata
 from keepstep.foreign.paths import key_of, place
@@ -41,7 +41,7 @@ def show_directory(
 
     Raises:
         UsageError: a component that is not there.
-        UnsafeValueError: its metadata or its values name a class that is not plain; lists every value.
+        UnsafeFileError: its metadata or its values name a class that is not plain; lists every value.
         CorruptError: files are missing or too short, or it contradicts itself; lists everything.
     """
     directory = parse_metadata(raw, f"{storage.url}/{METADATA_NAME}")
@@ -69,7 +69,7 @@ def show_directory(
                 continue
             try:
                 value = read_value(files.of(entry.item.file), entry, registry)
-            except UnsafeValueError as err:
+            except UnsafeFileError as err:
                 refused.extend(err.refused)
             except CorruptError as err:
                 damaged.append(str(err))
@@ -78,7 +78,7 @@ def show_directory(
     finally:
         files.close()
     if refused:
-        raise UnsafeValueError(refused)
+        raise UnsafeFileError(refused)
     if damaged:
         raise CorruptError(f"{storage.url}: {'; '.join(damaged[:20])}")
     world = max(ranks.values(), default=0) + 1

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from keepstep.checkpointer.foreign import show_foreign
 from keepstep.checkpointer.loading import found_manifest, read_trees
 from keepstep.commit.catalog import MAX_MANIFEST_BYTES
-from keepstep.errors import CorruptError, UnsafeValueError
+from keepstep.errors import CorruptError, UnsafeFileError
 from keepstep.foreign.dcp.items import undone
 from keepstep.foreign.dcp.metadata import parse_metadata
 from keepstep.foreign.dcp.step import show_directory
@@ -127,7 +127,7 @@ class NamedStep:
 
         Raises:
             CorruptError: it is none.
-            UnsafeValueError: bytes that only the planner can read which made them, or a class that is not plain.
+            UnsafeFileError: bytes that only the planner can read which made them, or a class that is not plain.
         """
         if made is not None:
             file = made
@@ -143,7 +143,7 @@ class NamedStep:
         if (raw := file.getvalue())[: len(ARCHIVE)] == ARCHIVE:
             load_plain(raw, name)
         elif unpickles:
-            raise UnsafeValueError([f"{name}: bytes that another planner has made, which this one would unpickle"])
+            raise UnsafeFileError([f"{name}: bytes that another planner has made, which this one would unpickle"])
         return file
 
     def read_into(self, items: list[ReadItem], targets: list[torch.Tensor]) -> None:
@@ -161,7 +161,7 @@ class NamedStep:
         """Fills targets from what went through extensions, which is undone whole: one after the other, in memory.
 
         Raises:
-            UnsafeValueError: an extension that is not known.
+            UnsafeFileError: an extension that is not known.
             CorruptError: a block is not what was written, or an extension cannot undo it.
         """
         asked: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
