@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 from typing import Any
 
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 
 import keepstep as ks
 from keepstep.cli.main import app
-from keepstep.errors import StepNotFoundError
+from keepstep.errors import StepNotFoundError, UsageError
 from keepstep.interop.dcp import Reader, Writer
+from keepstep.interop.dcp.writer import _BY_POSITION as BY_POSITION
 from tests.helpers.same import assert_same
 from tests.interop import dcp_checks as checks
 
@@ -40,6 +42,28 @@ def test_a_save_and_a_load_have_their_ids(tmp_path):
     before = reader.load_id
     reader.reset()
     assert reader.load_id != before
+
+
+def test_arguments_by_position_are_those_of_torchs_writer(tmp_path):
+    assert tuple(inspect.signature(dcp.FileSystemWriter).parameters)[1:] == BY_POSITION
+    dcp.save({"a": torch.zeros(4)}, storage_writer=Writer(tmp_path / "s", True, False, 4, 1 << 20), no_dist=True)
+    with pytest.raises(CheckpointException, match="Checkpoint already exists"):
+        writer = Writer(tmp_path / "s", True, False, 4, 1 << 20, False, False)
+        dcp.save({"a": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    assert_same(ks.open(tmp_path / "s")["a"], torch.zeros(4))
+    with pytest.raises(UsageError, match="by position, single_file_per_rank"):
+        Writer(tmp_path / "s", True, False, 4, 1 << 20, False, True, None, None, None)
+
+
+def test_another_place_may_be_set_as_for_torchs_classes(tmp_path):
+    """Classes of torch's own are made from its writer and reader so: those for fsspec."""
+    writer, reader = Writer(tmp_path / "a"), Reader(tmp_path / "a")
+    writer.path = reader.path = tmp_path / "b"
+    dcp.save({"a": torch.arange(4)}, storage_writer=writer, no_dist=True)
+    state = {"a": torch.zeros(4, dtype=torch.int64)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert_same(state["a"], torch.arange(4))
+    assert [each.name for each in tmp_path.iterdir()] == ["b"]
 
 
 def test_a_checkpoint_that_is_there_is_told_as_torch_tells_it(tmp_path):

@@ -61,7 +61,7 @@ class Reader(StorageReader):
         cast: bool = False,
         strict: bool = False,
     ) -> None:
-        self._path = path
+        self.path = path
         self._registry = _extension_registry
         self.load_id = secrets.token_hex(8)
         self._cast = cast
@@ -70,19 +70,14 @@ class Reader(StorageReader):
         self._failed: CheckpointError | None = None
 
     @property
-    def path(self) -> Any:
-        """Where the next load comes from, by the name that torch's reader has for it."""
-        return self._path
-
-    @property
     def checkpoint_id(self) -> Any:
         """Where the next load comes from."""
-        return self._path
+        return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins anew, at another place where one is given."""
         if checkpoint_id:
-            self._path = cast(Place, checkpoint_id)
+            self.path = cast(Place, checkpoint_id)
         self._step = self._failed = None
         self.load_id = secrets.token_hex(8)
 
@@ -107,15 +102,15 @@ class Reader(StorageReader):
         return self._step.metadata
 
     def _found(self, rank: int | None) -> NamedStep:
-        if self._path is None:
+        if self.path is None:
             raise UsageError("Reader() was given no path, and the call no checkpoint_id")
-        storage, raw = storage_of(self._path), b""
+        storage, raw = storage_of(self.path), b""
         if rank is not None:
             own = f"__{rank}{MANIFEST_NAME}"
             if any(name == own for name, _ in storage.list("")):
                 raw = read_blob(storage, own, MAX_MANIFEST_BYTES)
             else:
-                storage = storage_of(alone_at(self._path, int(rank)))
+                storage = storage_of(alone_at(self.path, int(rank)))
         return NamedStep(storage, raw, self._registry)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -63,6 +63,17 @@ _TUNING = frozenset(
         "thread_count",
     }
 )
+_BY_POSITION = (
+    "single_file_per_rank",
+    "sync_files",
+    "thread_count",
+    "per_thread_copy_ahead",
+    "cache_staged_state_dict",
+    "overwrite",
+    "_extensions",
+    "serialization_format",
+)
+"""What torch's writer takes after its path."""
 _STEP = re.compile(r"step[-_]?(\d{1,18})")
 
 
@@ -74,6 +85,7 @@ class Writer(StorageWriter):
         overwrite: whether a step that is committed there may be replaced, as torch's own writer does. Here readers see the
             old or the new one, whole, and the old one stays where the save fails.
         step: the number to record; by default the one in the folder's name (``step-100``), else 0.
+        by_position: what torch's writer takes after its path, in its order.
         tuning: ``thread_count`` and what else tunes torch's writer. It changes nothing: every rank writes one file for each
             component, synced, with as many threads as are of use. ``_extensions`` alone does: what they make of each entry
             is what is stored, and ``Reader`` alone undoes it.
@@ -88,25 +100,29 @@ class Writer(StorageWriter):
     """
 
     def __init__(
-        self, path: Place | None = None, *, overwrite: bool = True, step: int | None = None, **tuning: object
+        self,
+        path: Place | None = None,
+        *by_position: object,
+        overwrite: bool = True,
+        step: int | None = None,
+        **tuning: object,
     ) -> None:
+        if len(by_position) > len(_BY_POSITION):
+            raise UsageError(f"Writer takes a path and, by position, {', '.join(_BY_POSITION)}; not more")
+        tuning.update(zip(_BY_POSITION, by_position, strict=False))
+        overwrite = bool(tuning.pop("overwrite", overwrite))
         self._extensions = tuple(cast(Any, tuning.pop("_extensions", None)) or ())
         if unknown := sorted(set(tuning) - _TUNING):
             raise UsageError(
                 f"Writer takes no {', '.join(unknown)}; of torch's writer it takes {', '.join(sorted(_TUNING))}"
             )
-        self._path = path
+        self.path = path
         self._overwrite = overwrite
         self._step = step
         self._save_id = ""
         self._there: tuple[str, ...] = ()
         self._rank = 0
         self._alone = False
-
-    @property
-    def path(self) -> Any:
-        """Where the next save goes, by the name that torch's writer has for it."""
-        return self._path
 
     @property
     def save_id(self) -> str:
@@ -116,17 +132,17 @@ class Writer(StorageWriter):
     @property
     def checkpoint_id(self) -> Any:
         """Where the next save goes."""
-        return self._path
+        return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins anew, in another place where one is given."""
         if checkpoint_id:
-            self._path = cast(Place, checkpoint_id)
+            self.path = cast(Place, checkpoint_id)
         self._save_id = ""
 
     def storage_meta(self) -> StorageMeta | None:
         """What torch tells planners of the place."""
-        return StorageMeta(checkpoint_id=str(self._path), save_id=self.save_id or None)
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id or None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes this rank's part of a save. Without collectives each rank saves a step, in a folder of its own."""
@@ -244,16 +260,16 @@ class Writer(StorageWriter):
         return is_place(checkpoint_id)
 
     def _storage(self) -> Storage:
-        if self._path is None:
+        if self.path is None:
             raise UsageError("Writer() was given no path, and the call no checkpoint_id")
         if not self._alone:
-            return storage_of(self._path)
-        return storage_of(alone_at(self._path, self._rank))
+            return storage_of(self.path)
+        return storage_of(alone_at(self.path, self._rank))
 
     def _number(self) -> int:
         if self._step is not None:
             return self._step
-        match = _STEP.fullmatch(PurePath(str(getattr(self._path, "url", self._path))).name)
+        match = _STEP.fullmatch(PurePath(str(getattr(self.path, "url", self.path))).name)
         return int(match[1]) if match else 0
 
 
