@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepstep.agent import client
 from keepstep.agent.client import AgentClient, call_agent
 from keepstep.agent.hub import Hub
 from keepstep.agent.node import agent_log, runtime_folder, socket_path
@@ -178,6 +179,27 @@ def test_a_socket_left_by_a_killed_agent_is_no_obstacle(tmp_path):
     with AgentClient(str(tmp_path), 0, 60.0) as client:
         assert client.pid == agent_of(tmp_path).pid != killed
         assert client.lend(MIB, 0, None).arena.size_bytes >= MIB
+
+
+@pytest.mark.parametrize(
+    ("does", "said"), [("exit 3", "it ended at once"), ("exec sleep 60", "did not listen within 0.3 s")]
+)
+def test_an_agent_that_does_not_come_is_told_with_its_log_and_the_next_try_is_a_new_one(
+    tmp_path, monkeypatch, does, said
+):
+    instead = tmp_path / "python"
+    instead.write_text(f"#!/bin/sh\necho no such module >&2\necho $$ > {tmp_path}/pid\n{does}\n")
+    instead.chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr(client.sys, "executable", str(instead))
+        patched.setattr(client, "START_S", 0.3)
+        with pytest.raises(AgentError, match=rf"could not be started: .*{said}; see {agent_log(str(tmp_path))}"):
+            AgentClient(str(tmp_path), 0, 60.0)
+    assert agent_log(str(tmp_path)).read_text() == "no such module\n"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    with AgentClient(str(tmp_path), 0, 60.0) as following:
+        assert agent_of(tmp_path).pid == following.pid
 
 
 def test_the_log_lies_beside_the_run(tmp_path):

@@ -53,7 +53,7 @@ from keepstep.storage.base import Closing, Storage
 __all__ = ["AgentClient", "Background", "Lent", "call_agent"]
 
 _Answer = TypeVar("_Answer")
-START_S = 20.0
+START_S = 40.0
 ANSWER_S = 5.0
 REPLY_S = 120.0
 
@@ -376,14 +376,14 @@ def _start(root: str, linger_s: float) -> None:
             )
         os.close(theirs)
         theirs = -1
-        reason = f"it did not listen within {START_S:g} s"
-        if select.select([ours], [], [], START_S)[0]:
-            # It listens, or has ended: then nobody holds the other end any more. (It is the child of the one started here.)
-            listens = os.read(ours, 5)
+        # It listens, or has ended: then nobody holds the other end any more. (The agent is the child of this process.)
+        heard = bool(select.select([ours], [], [], START_S)[0])
+        if heard and os.read(ours, 5):
             process.wait(START_S)
-            if listens:
-                return
-            reason = "it ended at once"
+            return
+        process.kill()
+        process.wait(START_S)
+        reason = "it ended at once" if heard else f"it did not listen within {START_S:g} s"
     except (OSError, subprocess.TimeoutExpired) as err:
         reason = str(err)
     finally:
