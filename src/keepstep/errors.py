@@ -147,7 +147,7 @@ class UnsafeFileError(UnsafeValueError):
     code = "unsafe-file"
     remedy = (
         "Where you trust the file: declare its classes safe to torch (torch.serialization.add_safe_globals), or pass the"
-        " registry that knows its extensions. Nothing of it was run, and nothing in the target was changed."
+        " registry that knows its extensions. Nothing of it was run, and the files are as they were."
     )
     _what = "the files hold what is not read, for it could run code of their own:"
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from keepstep import errors
-from keepstep.errors import CheckpointError, CommitTimeoutError, MismatchError, RankFailedError, StorageError
+from keepstep.errors import (
+    CheckpointError,
+    CommitTimeoutError,
+    MismatchError,
+    RankFailedError,
+    StagingError,
+    StorageError,
+    UnsafeValueError,
+)
 
 __all__ = ["Failure", "failure_in", "failure_of", "failure_on"]
 
@@ -37,9 +45,10 @@ class Failure(msgspec.Struct, frozen=True):
             made: CheckpointError = StorageError(self.operation, self.key, OSError(self.errno, ""))
             made.args = (self.errno, self.text)
             return made
-        if self.code in ("unsafe-value", "unsafe-file"):
+        kind = _CLASSES.get(self.code, CheckpointError)
+        if issubclass(kind, UnsafeValueError):
             return RankFailedError(self.text, {}, {})
-        made = _CLASSES.get(self.code, CheckpointError)(self.text)
+        made = kind(self.text)
         if isinstance(made, MismatchError):
             made.mismatches = self.mismatches
         return made
@@ -63,7 +72,8 @@ def failure_of(error: BaseException) -> Failure:
 def failure_in(call: str, error: BaseException) -> Failure:
     """How the coordinator's error in a call is told to the others: as itself where it speaks of all ranks."""
     failure = failure_of(error)
-    if isinstance(error, CheckpointError) and failure.code not in ("storage", "staging", "unsafe-value", "unsafe-file"):
+    of_one_rank = isinstance(error, StorageError | StagingError | UnsafeValueError)
+    if isinstance(error, CheckpointError) and not of_one_rank:
         return failure
     code = error.code if isinstance(error, CheckpointError) else ""
     text = f"{type(error).__name__}: {error}"
